@@ -8,6 +8,9 @@ usage() {
   cat <<'END'
 Usage: bash setup.sh [--demo | --test | --test-all] [--with NAME] [--torch BUILD | VERSION]
                      [--torch-index URL] [--dry-run]
+       bash setup.sh --bundle FOLDER [--python 3.12] [--arch aarch64] [--torch BUILD | none]
+                     [--with NAME] [--recipe FILE]
+       bash setup.sh --from FOLDER [--demo]
 
 Makes the virtual environment that login and compute nodes share, with every package at the version
 in constraints.txt, and checks Python, disk space, the filesystem and Slurm.
@@ -20,12 +23,24 @@ in constraints.txt, and checks Python, disk space, the filesystem and Slurm.
   --torch BUILD       the build of torch, for the nodes' driver: cu126 (NVIDIA driver 525 or newer),
                       cu128 (570, with torch 2.11), cu130 (580), rocm or rocm7.2 (AMD), cpu. Default:
                       by the driver of this host; without one, pip's own build, for CUDA 13
-  --torch VERSION     another torch version, 2.11 to 2.13, with or without a build: 2.12.0+cu126
+  --torch VERSION     another torch version, 2.11 to 2.15, with or without a build: 2.12.0+cu126
                       (default: the one in constraints.txt)
+  --torch system      the torch that a Python of this machine has: of a module, a container, conda. It
+                      stays as it is; all other packages are the environment's own
   --torch-index URL   where to get torch, instead of PyTorch's index of the build: a mirror of it, or
                       a folder of wheels
   --dry-run           show which build is chosen and how pip is called, and change nothing
   --help
+
+For a cluster without internet (docs/offline.md); --bundle needs Linux or macOS, Python and git:
+
+  --bundle FOLDER     fill a folder with the checkout, every wheel for the cluster, and their hashes.
+                      A second call goes on, and may add parts and recipes
+  --from FOLDER       set up from such a folder, with no network
+  --python VERSION    the cluster's Python: 3.11, 3.12 (default) or 3.13
+  --arch ARCH         the cluster's processor, as uname -m prints it there: x86_64 (default) or aarch64
+  --torch none        leave torch and what it needs out of the folder: the cluster has its own
+  --recipe FILE       also the dependencies in a recipe's environment. May be repeated
 
 A later call keeps the choice of torch, unless it is given another.
 
@@ -45,7 +60,8 @@ die() {
   exit "${2:-1}"
 }
 
-WANT=env TORCH='' TORCH_INDEX='' DRY_RUN='' EXTRAS=()
+WANT=env TORCH='' TORCH_INDEX='' SYSTEM='' DRY_RUN='' EXTRAS=() BUNDLE='' FROM='' PYTHON='' ARCH='' RECIPES=()
+PYTHONS='3.11 3.12 3.13'
 BUILDS='^(cpu|cu[0-9]{3}|rocm([0-9.]+)?)$'
 while [ $# -gt 0 ]; do
   case $1 in
@@ -60,9 +76,17 @@ while [ $# -gt 0 ]; do
       EXTRAS+=("$2")
       shift
       ;;
-    --torch | --torch-index)
-      [ $# -ge 2 ] || die "$1 needs a value: bash setup.sh --help" 2
-      if [ "$1" = --torch ]; then TORCH=$2; else TORCH_INDEX=$2; fi
+    --torch | --torch-index | --bundle | --from | --python | --arch | --recipe)
+      [ -n "${2:-}" ] || die "$1 needs a value: bash setup.sh --help" 2
+      case $1 in
+        --torch) TORCH=$2 ;;
+        --torch-index) TORCH_INDEX=$2 ;;
+        --bundle) BUNDLE=$2 ;;
+        --from) FROM=$2 ;;
+        --python) PYTHON=$2 ;;
+        --arch) ARCH=$2 ;;
+        --recipe) RECIPES+=("$2") ;;
+      esac
       shift
       ;;
     --dry-run) DRY_RUN=yes ;;
@@ -74,8 +98,17 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
-[[ -z $TORCH || $TORCH =~ $BUILDS || $TORCH =~ ^2\.1[1-3]\.[0-9]+(\+[a-z0-9.]+)?$ ]] ||
-  die "--torch $TORCH: give a build (cu126, cu128, cu130, rocm, cpu) or a version: this kit supports torch 2.11 to 2.13; write it as 2.11.0 or 2.11.0+cu128" 2
+if [ -n "$BUNDLE" ]; then
+  [ "$FROM$DRY_RUN$WANT" = env ] || die "--bundle installs nothing: give it without --from, --demo, --test and --dry-run" 2
+  [ "$TORCH" != system ] || die "--torch system is for the cluster: give --bundle --torch none, and there --from FOLDER" 2
+  [[ ${PYTHON:-3.12}/${ARCH:-x86_64} =~ ^3\.1[1-3]/(x86_64|aarch64)$ ]] || die "--python takes 3.11, 3.12 or 3.13, and --arch x86_64 or aarch64" 2
+elif [[ $PYTHON$ARCH${RECIPES[*]-} != '' || $TORCH = none ]]; then
+  die "--python, --arch, --recipe and --torch none are for --bundle FOLDER" 2
+elif [ -n "$FROM" ]; then
+  [[ $WANT != test* && $TORCH$TORCH_INDEX =~ ^(system)?$ ]] || die "--from has the torch that --bundle chose, and no packages for tests: give it without --test, and without --torch or with --torch system" 2
+fi
+[[ $TORCH =~ ^(none|system)?$ || $TORCH =~ $BUILDS || $TORCH =~ ^2\.1[1-5]\.[0-9]+(\+[a-z0-9.]+)?$ ]] ||
+  die "--torch $TORCH: give a build (cu126, cu128, cu130, rocm, cpu), system, or a version: this kit supports torch 2.11 to 2.15; write it as 2.11.0 or 2.11.0+cu128" 2
 [[ $REPO$VENV != *[[:space:]]* ]] ||
   die "the path of the checkout or of COOKBOOK_VENV contains a space, which job scripts cannot handle: move it"
 
@@ -84,7 +117,7 @@ done
 as_root() { if [ "$(id -u)" = 0 ]; then "$@"; else sudo -n "$@"; fi; }
 
 can_install() {
-  command -v apt-get >/dev/null && { [ "$(id -u)" = 0 ] || sudo -n true 2>/dev/null; }
+  [ -z "$FROM" ] && command -v apt-get >/dev/null && { [ "$(id -u)" = 0 ] || sudo -n true 2>/dev/null; }
 }
 
 apt_install() {
@@ -106,15 +139,57 @@ find_python() {
   local candidate version seen=''
   for candidate in ${COOKBOOK_PYTHON:-python3.13 python3.12 python3.11 python3}; do
     version=$(version_of "$candidate") || continue
-    case $version in
-      3.11 | 3.12 | 3.13)
-        command -v "$candidate"
-        return
-        ;;
-    esac
+    if [[ " $PYTHONS " = *" $version "* ]]; then
+      command -v "$candidate"
+      return
+    fi
     seen="$seen $candidate is $version;"
   done
+  [ -z "$FROM" ] ||
+    die "$FROM is for Python $PYTHONS, which is not found here (${seen:- no python3 at all}): 'module load' it, set COOKBOOK_PYTHON to it, or, where there is network, name yours with --python: $(field "$FROM" command)"
   die "no Python 3.11, 3.12 or 3.13 found (${seen:-no python3 at all}): install one, or 'module load' one, or set COOKBOOK_PYTHON to one"
+}
+
+# Prints the version and the folder of a Python's torch, or why the kit cannot use it.
+torch_of() {
+  PYTHONPATH=$REPO${PYTHONPATH:+:$PYTHONPATH} "$1" - 2>&1 <<'PY'
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from runspec import versions
+
+try:
+    import torch
+
+    # What pip compares: a build's mark, such as +cu130, may be missing in it.
+    version = metadata.version("torch")
+except Exception as error:
+    sys.exit(f"{type(error).__name__}: {error}")
+if fault := versions.fault("torch", version):
+    sys.exit(fault)
+print(version, Path(torch.__file__).resolve().parents[1])
+PY
+}
+
+# For --torch system: sets SYSTEM, the first Python whose torch the kit can use, TORCH, its version, and TORCH_FOLDER.
+find_torch() {
+  local candidate version found seen='' before=''
+  # The environment of an earlier call sees that torch.
+  if [ -n "$(compgen -G "$VENV/lib/python3*/site-packages/cookbook-torch.pth")" ]; then before=$VENV/bin/python; fi
+  for candidate in ${COOKBOOK_PYTHON:-$before python3 python python3.13 python3.12 python3.11}; do
+    version=$(version_of "$candidate") || continue
+    if [[ " $PYTHONS " != *" $version "* ]]; then
+      found="is Python $version, not ${PYTHONS// / or }"
+    elif found=$(torch_of "$candidate"); then
+      SYSTEM=$(command -v "$candidate")
+      read -r TORCH TORCH_FOLDER < <(tail -n 1 <<<"$found")
+      say "torch $TORCH of $SYSTEM is used, in $TORCH_FOLDER"
+      return
+    fi
+    seen="$seen; $candidate: $(tail -n 1 <<<"$found")"
+  done
+  die "no Python here has a torch for this kit$seen: 'module load' it, activate its conda environment, or set COOKBOOK_PYTHON to the interpreter that has it"
 }
 
 check_disk() {
@@ -130,7 +205,7 @@ check_disk() {
 # drivers from 525 on; those for 12.8, the first with kernels for Blackwell, end with torch 2.11
 # (github.com/pytorch/pytorch/issues/178665). pip's own build is for CUDA 13, which needs 580.
 choose_torch() {
-  local driver='' capability='' build='' kept=$VENV/.cookbook-torch
+  local driver='' capability='' kept=$VENV/.cookbook-torch
   if [ -z "$TORCH$TORCH_INDEX" ] && [ -f "$kept" ]; then
     read -r TORCH TORCH_INDEX <"$kept"
     TORCH=${TORCH#default}
@@ -157,7 +232,17 @@ choose_torch() {
       say "this host's NVIDIA driver is $driver: pip's own build of torch is used, for CUDA 13"
     fi
   fi
+  name_torch
+}
+
+# Turns a build into a version and an index.
+name_torch() {
+  local build=''
   TORCH_CHOICE="${TORCH:-default} $TORCH_INDEX"
+  if [ "$TORCH" = system ]; then
+    find_torch
+    return
+  fi
   if [[ $TORCH =~ $BUILDS ]]; then
     build=$TORCH TORCH=''
   elif [[ $TORCH = *+* ]]; then
@@ -174,11 +259,17 @@ choose_torch() {
 }
 
 make_venv() {
-  local python
+  local python version own
   if [ -x "$VENV/bin/python" ] && "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
-    case $(version_of "$VENV/bin/python") in 3.11 | 3.12 | 3.13) return ;; esac
+    version=$(version_of "$VENV/bin/python") own=$VENV/lib/python$version/site-packages
+    # Of two torches the environment's own would count, so one with the other kind is made again.
+    if [ -n "$SYSTEM" ]; then
+      if [ "$version" = "$(version_of "$SYSTEM")" ] && [ ! -d "$own/torch" ]; then return; fi
+    elif [[ $version =~ ^3[.]1[123]$ ]] && [ ! -f "$own/cookbook-torch.pth" ]; then
+      return
+    fi
   fi
-  python=$(find_python)
+  python=${SYSTEM:-$(find_python)}
   if ! "$python" -c 'import ensurepip' 2>/dev/null; then
     # Debian ships this part of Python as a separate package.
     can_install || die "$python cannot create virtual environments: install python3-venv, or set COOKBOOK_PYTHON to another"
@@ -190,7 +281,7 @@ make_venv() {
 
 # The parts asked for now and before, and those given, one a line.
 parts() {
-  { printf '%s\n' "${EXTRAS[@]}" "$@" && if [ -f "$VENV/.cookbook-extras" ]; then cat "$VENV/.cookbook-extras"; fi; } |
+  { printf '%s\n' ${EXTRAS[@]+"${EXTRAS[@]}"} "$@" && if [ -f "$VENV/.cookbook-extras" ]; then cat "$VENV/.cookbook-extras"; fi; } |
     sed '/^$/d' | sort -u
 }
 
@@ -205,14 +296,19 @@ fingerprint() {
     sha256sum | cut -d' ' -f1
 }
 
+# The same constraints with the chosen torch.
+constraints_of_torch() { sed "${TORCH:+s/^torch==.*/torch==$TORCH/}" "$REPO/constraints.txt"; }
+
 # Runs a command, or only shows it.
 run() { if [ -n "$DRY_RUN" ]; then say "+ $*"; else "$@"; fi; }
 
 # Arguments: the file of constraints, and the parts.
 pip_install() {
   local pip=("$VENV/bin/python" -m pip --disable-pip-version-check install --quiet --no-input --constraint "$1")
+  if [ -n "$FROM" ]; then
+    pip+=(--no-index --find-links "$FROM/wheels")
   # torch alone from its own index: every other package comes from the default one.
-  if [ -n "$TORCH_INDEX" ]; then
+  elif [ -n "$TORCH_INDEX" ]; then
     local from=(--index-url "$TORCH_INDEX")
     if [ -d "$TORCH_INDEX" ]; then from=(--find-links "$TORCH_INDEX"); fi
     run "${pip[@]}" "${from[@]}" "torch${TORCH:+==$TORCH}" || return
@@ -232,19 +328,21 @@ install_packages() {
   fi
   rm -f "$stamp"
   constraints=$REPO/constraints.txt
+  rm -f "$VENV/constraints.txt"
   if [ -n "$TORCH" ]; then
     constraints=$VENV/constraints.txt
-    sed "s/^torch==.*/torch==$TORCH/" "$REPO/constraints.txt" >"$constraints"
+    constraints_of_torch >"$constraints"
   fi
   say "installing the pinned packages (some minutes; log in $log)"
   if ! pip_install "$constraints" "$extra" >"$log" 2>&1; then
     grep -iE '^ *error' "$log" | tail -n 5 >&2 || tail -n 5 "$log" >&2
-    die "the packages could not be installed: see $log, fix the cause (network, proxy, disk, or a build of torch that does not exist: --torch), then run this again"
+    die "the packages could not be installed: see $log, fix the cause (network, proxy, disk, or a build of torch that does not exist: --torch), then run this again; on a cluster without internet: --from FOLDER (docs/offline.md)"
   fi
   "$VENV/bin/python" - <<'PY' >>"$log" 2>&1 || die "the installed packages do not work: see the end of $log"
 import torch, torchtune, transformers, tensorboard, launcher, trainer
 print("torch", torch.__version__, "cuda", torch.version.cuda)
 PY
+  rm -f "$VENV/uv.toml"
   # A later setup.sh keeps the torch and the parts that were asked for.
   printf '%s\n' "$TORCH_CHOICE" >"$VENV/.cookbook-torch"
   parts >"$VENV/.cookbook-extras.new"
@@ -308,10 +406,165 @@ find_slurm() {
   SLURM=one-host
 }
 
+# A cluster without internet: docs/offline.md ----------------------------------------------------
+
+# A folder has bundle.txt (what it is for), slurm-cookbook.tar.gz, wheels/ and, once it is complete, SHA256SUMS.
+hashes() { if command -v sha256sum >/dev/null; then sha256sum "$@"; else shasum -a 256 "$@"; fi; }
+
+# For uv, in place of each requirement of torch: it and what it alone needs are left out.
+NO_TORCH="torch; python_version < '3'"
+
+# Prints a line of bundle.txt, "" if there is none. Arguments: the folder, and the line's first word.
+field() { if [ -f "$1/bundle.txt" ]; then sed -n "s/^$2 //p" "$1/bundle.txt"; fi; }
+
+# What the wheels depend on in the checkout.
+pins() { cat "$REPO/constraints.txt" "$REPO/pyproject.toml" | hashes | cut -c1-16; }
+
+# Puts what some requirements need into the folder. Arguments: a name for messages, then files and options of uv.
+fetch() {
+  local name=$1 list=$WORK/list log=$WORK/log pip=("$WORK/venv/bin/python" -m pip --disable-pip-version-check) verb file source
+  shift
+  say "choosing the versions for $name"
+  # A build's own index also has other packages, in a few versions only. Of each Python a patch release that clusters
+  # have: 3.11.0 is too old for some packages.
+  "$WORK/venv/bin/uv" pip compile --quiet --no-header --no-annotate --index-strategy unsafe-first-match \
+    --python-version "$PYTHON.5" --python-platform "$ARCH-manylinux_2_28" "${OPTIONS[@]}" "$@" >"$list" 2>"$log" ||
+    die "no versions of the packages of $name fit together for Python $PYTHON on $ARCH: $(tr -s ' \n' ' ' <"$log")"
+  ! grep ' @ ' "$list" >"$log" ||
+    die "$name needs $(paste -sd, "$log"): a folder carries packages of an index only: install this one by hand on the cluster"
+  say "fetching what the folder lacks of $(grep -c == "$list") packages"
+  # pip checks the hash of each file, those of an earlier call, too. Few packages at a time: what is complete is kept.
+  PYTHONUNBUFFERED=1 xargs -n 8 "${pip[@]}" download --no-input --no-deps --prefer-binary --dest "$FOLDER/wheels" \
+    --implementation cp --python-version "$PYTHON.5" "${PLATFORMS[@]}" <"$list" 2>"$log" |
+    while read -r verb file; do if [[ $verb = Downloading && $file != *.metadata* ]]; then say "  ${file##*/}"; fi; done ||
+    die "$(grep -i '^error' "$log" | head -n 3): fix the cause (network, proxy, disk), then repeat this command: it goes on"
+  for source in "$FOLDER"/wheels/*.tar.gz "$FOLDER"/wheels/*.zip; do
+    [ -f "$source" ] || continue
+    say "building a wheel of ${source##*/}, as there is none for Python $PYTHON on $ARCH"
+    "${pip[@]}" wheel --quiet --no-deps --wheel-dir "$WORK" "$source" >"$log" 2>&1 || true
+    rm "$source"
+    mv "$WORK"/*py3-none-any.whl "$FOLDER/wheels/" 2>/dev/null ||
+      die "$name needs ${source##*/}, which has no wheel for Python $PYTHON on $ARCH, and whose source makes none for every machine: leave it out, or choose another --python"
+  done
+}
+
+make_bundle() {
+  local line before python parts number extras=()
+  git -C "$REPO" rev-parse --quiet --verify HEAD >/dev/null || die "$REPO is not a git checkout: clone it with git, and run this there"
+  mkdir -p "$BUNDLE/wheels" || die "cannot write $BUNDLE: name a folder that you own"
+  FOLDER=$(cd "$BUNDLE" && pwd -P)
+  # What is not given is as in an earlier call.
+  [ -n "$TORCH" ] || TORCH=$(field "$FOLDER" torch)
+  PYTHON=${PYTHON:-$(field "$FOLDER" python)} ARCH=${ARCH:-$(field "$FOLDER" arch)}
+  PYTHON=${PYTHON:-3.12} ARCH=${ARCH:-x86_64} TORCH=${TORCH#default}
+  name_torch
+  for line in "python $PYTHON" "arch $ARCH" "torch ${TORCH_CHOICE%% *}" "pins $(pins)"; do
+    before=$(field "$FOLDER" "${line%% *}")
+    [ -z "$before" ] || [ "$before" = "${line#* }" ] ||
+      die "$BUNDLE was made for other clusters or for another version of the kit (${line%% *}: $before, now ${line#* }): name another folder"
+  done
+  read -r -a parts <<<"$({ field "$FOLDER" parts | tr ' ' '\n' && printf '%s\n' ${EXTRAS[@]+"${EXTRAS[@]}"}; } | sort -u | paste -sd' ' -)"
+  rm -f "$FOLDER/SHA256SUMS"
+  printf '%s\n' "python $PYTHON" "arch $ARCH" "torch ${TORCH_CHOICE%% *}" "pins $(pins)" "parts ${parts[*]-}" \
+    "command bash setup.sh --bundle FOLDER --python $PYTHON --arch $ARCH${TORCH:+ --torch ${TORCH_CHOICE%% *}}${parts[*]+ ${parts[*]/#/--with }}" >"$FOLDER/bundle.txt"
+  say "$FOLDER: for Linux on $ARCH with glibc 2.28 or newer, Python $PYTHON, torch ${TORCH_CHOICE%% *}${parts[*]+, with ${parts[*]}}"
+  [ -n "$TORCH$TORCH_INDEX" ] || say "torch is pip's own build, for CUDA 13 (NVIDIA driver 580 or newer); if the nodes have an older driver: --torch cu126"
+  [ -z "$(git -C "$REPO" status --porcelain)" ] || say "warning: what is not committed in $REPO is left out"
+  WORK=$(mktemp -d)
+  trap 'rm -rf "$WORK"' EXIT
+  python=$(find_python)
+  { "$python" -m venv "$WORK/venv" &&
+    "$WORK/venv/bin/python" -m pip --disable-pip-version-check install --quiet --no-input --constraint "$REPO/constraints.txt" uv --editable "$REPO"; } ||
+    die "uv, which chooses the versions, could not be installed: see above: fix the cause (network, proxy), then repeat this command"
+  for number in "${!RECIPES[@]}"; do
+    "$WORK/venv/bin/python" - "${RECIPES[number]}" >"$WORK/$number.txt" <<'PY' || exit
+import sys
+
+from launcher.errors import CookbookError
+from launcher.recipe import load
+
+try:
+    environment = load.load(sys.argv[1]).environment
+except CookbookError as error:
+    sys.exit("\n".join(f"error: {fault}" for fault in error.faults))
+if environment and environment.dependencies:
+    print("-c constraints.txt" * environment.pins, *environment.dependencies, sep="\n")
+PY
+    [ -s "$WORK/$number.txt" ] || say "${RECIPES[number]} has no dependencies: the kit's packages are enough"
+  done
+  PLATFORMS=() OPTIONS=(--python "$WORK/venv/bin/python")
+  # pip takes no version of glibc: these are all that 2.28 runs, the newest first.
+  for line in $(seq 28 -1 5 | sed 's/^/manylinux_2_/') manylinux2014 manylinux2010 manylinux1 linux; do PLATFORMS+=(--platform "${line}_$ARCH"); done
+  if [ -d "$TORCH_INDEX" ]; then
+    PLATFORMS+=(--find-links "$TORCH_INDEX") OPTIONS+=(--find-links "$TORCH_INDEX")
+  elif [ -n "$TORCH_INDEX" ]; then
+    PLATFORMS+=(--extra-index-url "$TORCH_INDEX") OPTIONS+=(--index "$TORCH_INDEX")
+  fi
+  if [ "$TORCH" = none ]; then
+    echo "$NO_TORCH" >"$WORK/without.txt"
+    OPTIONS+=(--override "$WORK/without.txt")
+    TORCH=''
+  fi
+  constraints_of_torch >"$WORK/constraints.txt"
+  printf '%s\n' '-c constraints.txt' setuptools wheel >"$WORK/kit.txt"
+  for line in cluster ${parts[@]+"${parts[@]}"}; do extras+=(--extra "$line"); done
+  fetch "the kit" "$REPO/pyproject.toml" "${extras[@]}" "$WORK/kit.txt"
+  for number in "${!RECIPES[@]}"; do
+    [ ! -s "$WORK/$number.txt" ] || fetch "${RECIPES[number]}" "$WORK/$number.txt"
+  done
+  # A clone and not an archive: if the cluster has git, runs record the commit.
+  git -c advice.detachedHead=false clone --quiet --depth 1 "file://$REPO" "$WORK/slurm-cookbook"
+  git -C "$WORK/slurm-cookbook" remote remove origin
+  COPYFILE_DISABLE=1 tar -C "$WORK" -czf "$FOLDER/slurm-cookbook.tar.gz" slurm-cookbook
+  (cd "$FOLDER" && hashes bundle.txt slurm-cookbook.tar.gz wheels/*.whl >SHA256SUMS.new && mv SHA256SUMS.new SHA256SUMS)
+  say ''
+  say "ready: $(du -sh "$FOLDER" | cut -f1). Copy the folder to a filesystem that all nodes of the cluster see. There:"
+  say "  tar xzf FOLDER/slurm-cookbook.tar.gz"
+  say "  cd slurm-cookbook"
+  say "  bash setup.sh --from FOLDER"
+}
+
+# Refuses a folder that is not for this machine and this checkout, or not whole, before anything is written.
+check_bundle() {
+  local own again have version part bad
+  own=$(uname -m)
+  [ -f "$FROM/bundle.txt" ] || die "$FROM is not a folder of setup.sh --bundle: see docs/offline.md"
+  FROM=$(cd "$FROM" && pwd -P)
+  [[ $FROM != *[[:space:]]* ]] || die "the path $FROM contains a space: move the folder"
+  PYTHONS=$(field "$FROM" python) ARCH=$(field "$FROM" arch) TORCH=${TORCH:-$(field "$FROM" torch)} have=$(field "$FROM" parts)
+  again="make one where there is network: $(field "$FROM" command)"
+  [ -f "$FROM/SHA256SUMS" ] || die "$FROM is not complete: ${again/make one/repeat}"
+  [ "$ARCH" = "$own" ] || die "$FROM is for $ARCH, and this machine is $own: ${again/--arch $ARCH/--arch $own}"
+  [ "$(field "$FROM" pins)" = "$(pins)" ] ||
+    die "$FROM is for another version of the kit than $REPO: use the one in it (tar xzf $FROM/slurm-cookbook.tar.gz), or, in a checkout of this version, $again"
+  if ! version=$(version_of "$VENV/bin/python"); then
+    find_python >/dev/null
+  elif [ "$version" != "$PYTHONS" ]; then
+    die "$FROM is for Python $PYTHONS, and $VENV has $version: set COOKBOOK_VENV to a new folder, or ${again/--python $PYTHONS/--python $version}"
+  fi
+  for part in $(parts); do
+    [[ " $have " = *" $part "* ]] || die "$FROM lacks the part $part: add it where there is network: $(field "$FROM" command) --with $part"
+  done
+  read -r -a EXTRAS <<<"$have"
+  TORCH=${TORCH#default}
+  [ "$TORCH" != none ] || TORCH=system
+  name_torch
+  say "checking the hashes of $(grep -c '' "$FROM/SHA256SUMS") files in $FROM"
+  # A file without a hash is named, too: pip might choose it.
+  bad=$(cd "$FROM" && { sha256sum --check --quiet SHA256SUMS 2>/dev/null || true; } | sed 's/: FAILED.*//' &&
+    { find wheels -type f | sort | grep -vxFf <(cut -c67- SHA256SUMS) || true; })
+  [ -z "$bad" ] || die "altered, incomplete or missing in $FROM: ${bad//$'\n'/, }: copy the folder again, for instance with rsync --checksum"
+}
+
 # The work -------------------------------------------------------------------------------------
 
+if [ -n "$BUNDLE" ]; then
+  make_bundle
+  exit
+fi
+if [ -n "$FROM" ]; then check_bundle; fi
 if [ -n "$DRY_RUN" ]; then
-  choose_torch
+  [ -n "$FROM" ] || choose_torch
   [ -z "$TORCH" ] || say "torch==$TORCH takes the place of the version in constraints.txt"
   pip_install "$REPO/constraints.txt" "$(if [[ $WANT = test* ]]; then extras dev; else extras; fi)"
   exit
@@ -323,9 +576,16 @@ if ! flock --nonblock 9; then
   flock 9
 fi
 check_disk
-choose_torch
+[ -n "$FROM" ] || choose_torch
 make_venv
+# For pip, too: torch counts as installed, and with its version as a constraint it stays.
+[ -z "$SYSTEM" ] || printf '%s\n' "$TORCH_FOLDER" >"$(echo "$VENV"/lib/python3*/site-packages)/cookbook-torch.pth"
 if [[ $WANT = test* ]]; then install_packages dev; else install_packages; fi
+if [ -n "$FROM" ]; then
+  # uv builds the dependencies of recipes from the same folder, and takes the torch that is there.
+  printf 'no-index = true\nfind-links = ["%s/wheels"]\n' "$FROM" >"$VENV/uv.toml"
+  [ -z "$SYSTEM" ] || printf 'override-dependencies = ["%s"]\n' "$NO_TORCH" >>"$VENV/uv.toml"
+fi
 compile_kit
 # What is started from here on must not keep the lock.
 exec 9>&-

@@ -13,10 +13,10 @@ from typing import Any
 from launcher import paths
 from launcher.gpus import Gpu, by_name
 from launcher.recipe import load as recipes
-from launcher.recipe.shapes import shape_of
 from plugins.estimate.launcher.links import Links
 from plugins.estimate.launcher.reached import Reached
 from plugins.estimate.launcher.recipe_step import step_of
+from plugins.estimate.launcher.shapes import shape_of
 from plugins.estimate.launcher.step_config import StepConfig
 from plugins.estimate.launcher.step_time import step_time
 from runspec.layout import Layout

@@ -14,7 +14,7 @@ from runspec.keys.common import COMMON
 from runspec.keys.key import NAME, NAME_RULE, Fault, faults, keys_of, option
 
 if TYPE_CHECKING:
-    from launcher.slurm.executors import Executor
+    from launcher.slurm.job import Executor
 
 
 @dataclass(frozen=True)

@@ -63,10 +63,22 @@ def package_folders(python: Path) -> list[Path]:
     return [own, *(own / line for line in lines if line and not line.startswith(("#", "import ")))]
 
 
+def torch_folder() -> Path | None:
+    """Return the folder of packages that has torch: the environment's, or another Python's.
+
+    setup.sh --torch system writes that one into cookbook-torch.pth.
+    """
+    folder = site_packages()
+    other = folder / "cookbook-torch.pth" if folder else None
+    return Path(other.read_text("utf-8").strip()) if other and other.is_file() else folder
+
+
 def packages() -> dict[str, str]:
     """Return the installed packages and their versions, read from their folders' names."""
-    folder = site_packages()
-    records = folder.glob("*.dist-info") if folder else ()
+    folder, torch = site_packages(), torch_folder()
+    records = [*folder.glob("*.dist-info")] if folder else []
+    if torch and torch != folder:
+        records += torch.glob("torch-*.dist-info")
     pairs = (path.stem.split("-")[:2] for path in sorted(records))
     return {pair[0]: pair[1] for pair in pairs if len(pair) == 2}
 
@@ -129,7 +141,7 @@ class TorchBuild(NamedTuple):
 
 def torch_build() -> TorchBuild:
     """Return what torch is installed, read without importing it."""
-    folder = site_packages()
+    folder = torch_folder()
     file = folder / "torch" / "version.py" if folder else None
     text = file.read_text(encoding="utf-8") if file and file.is_file() else ""
     values = dict(re.findall(r"^(__version__|cuda|hip)\b[^=\n]*= '([^']+)'", text, re.MULTILINE))

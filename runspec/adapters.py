@@ -137,12 +137,6 @@ def name_of(model: Any) -> str | None:
     return "lora" if name is None and own_adapters(model) and model.get("lora_rank") else name
 
 
-def virtual_tokens(model: Mapping[str, Any]) -> int:
-    """How many virtual tokens the adapter that a `model` block names puts before each document."""
-    kind = KINDS.get(name_of(model) or "")
-    return dict(kind.numbers(model)).get(NUM_VIRTUAL, 0) if kind else 0
-
-
 # What transformers and torchtune call the last layer of an MLP.
 MLP_LAST = ("down_proj", "w2")
 

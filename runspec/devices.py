@@ -1,11 +1,9 @@
 """The GPUs that a node has for a process, whatever torch makes of them."""
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 FOLDER = Path("/dev")
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 # Of a GPU's memory the CUDA context, NCCL's buffers, kernels' workspaces and the allocator's gaps
 # take a part that no formula gives: this much is reserved for them. An assumption.
 RESERVED_GIB, RESERVED_SHARE = 2.0, 0.05
@@ -22,13 +20,3 @@ def gpus() -> list[str]:
         return []
     devices = [*sorted(FOLDER.glob("nvidia[0-9]*")), *sorted(FOLDER.glob("kfd"))]
     return [str(path) for path in devices]
-
-
-def visible(gpus: Sequence[int], given: str | None) -> str:
-    """Return CUDA_VISIBLE_DEVICES for a replica's GPUs, of those that the job has.
-
-    Args:
-        given: the job's own value; None: all GPUs of the node. Empty, it hides them.
-    """
-    names = given.split(",") if given else []
-    return "" if given == "" else ",".join(names[k] if names else str(k) for k in gpus)

@@ -46,15 +46,6 @@ EXIT_STATUS = ".exit_status"
 # What the trainer writes.
 PROGRESS = "progress.json"
 METRICS = "metrics.jsonl"
-# Of samplers: where they listen, and what became of them.
-ROLLOUT = ".rollout"
-SAMPLER = "sampler_{}.json"
-WEIGHTS = "weights_{}.safetensors"
-WEIGHTS_FOLDER = "weights_{}"
-ROLLOUT_SECRET = "secret"
-NO_SAMPLER = "failed.json"
-ROLLOUT_STATE = "rollout.json"
-ROLLOUTS = "rollouts.jsonl"  # of reinforcement learning: some answers of each step
 TENSORBOARD = "tensorboard"
 PROFILE = "profile"
 CHECKPOINTS = "checkpoints"
@@ -65,11 +56,6 @@ ADAPTER = "adapter"
 EVALS = "evals"
 SHARDS = "shards"  # of an evaluation, in its EVALS
 SERVED = "served.json"  # of a replica: the minutes for which it has been ready
-# The directory of a sweep: what it is, and its runs by the number of their task.
-SWEEPS = "sweeps"  # the folder of all sweeps
-SWEEP = "sweep.json"
-TASKS = "tasks"
-ARRAY_SCRIPT = "array_{}.sbatch"
 # Inside checkpoints/step_<n>: the folder counts only with the marker.
 CHECKPOINT_STATE = "trainer_state.json"
 CHECKPOINT_MANIFEST = "manifest.json"
@@ -79,36 +65,24 @@ TEMPORARY = ".tmp-"
 _CHECKPOINT = re.compile(r"step_(0|[1-9]\d*)")
 
 
-def checkpoint_folders(run_dir: Path) -> dict[int, int]:
-    """Return by the step in the name of each checkpoint's folder the step that its manifest says.
-
-    They differ if the folder was copied or renamed. One without a manifest that can be
-    parsed counts as its name says. Whether a checkpoint is complete is not looked at.
+def checkpoint_folders(folder: Path) -> list[int]:
+    """Return the steps in the names of a folder of checkpoints, ascending, complete or not.
 
     Raises:
-        OSError: the folder or a manifest cannot be read.
+        OSError: the folder cannot be read.
     """
-    folder, by_step = run_dir / CHECKPOINTS, {}
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
-        return {}
-    for match in filter(None, (_CHECKPOINT.fullmatch(name) for name in names)):
-        step = int(match[1])
-        try:
-            manifest = read_json(folder / match[0] / CHECKPOINT_MANIFEST)
-        except (ValueError, NotADirectoryError, IsADirectoryError):
-            manifest = None
-        said = manifest.get("step") if isinstance(manifest, dict) else None
-        by_step[step] = said if isinstance(said, int) else step
-    return dict(sorted(by_step.items()))
+        return []
+    return sorted(int(match[1]) for match in map(_CHECKPOINT.fullmatch, names) if match)
 
 
 def checkpoint_steps(run_dir: Path) -> list[int]:
-    """Return the steps of the complete checkpoints, ascending; copies of others do not count.
+    """Return the steps of the complete checkpoints, ascending.
 
     Raises:
-        OSError: the folder or a manifest cannot be read.
+        OSError: the folder cannot be read.
         DamagedFile: engine.json does not hold an object.
     """
     folder = run_dir / CHECKPOINTS
@@ -117,11 +91,8 @@ def checkpoint_steps(run_dir: Path) -> list[int]:
 
         if (engine := Records.of(given)) is not None:
             return engine.steps(folder)
-    return [
-        step
-        for step, said in checkpoint_folders(run_dir).items()
-        if step == said and os.path.exists(folder / f"step_{step}" / CHECKPOINT_COMPLETE)
-    ]
+    steps = checkpoint_folders(folder)
+    return [n for n in steps if os.path.exists(folder / f"step_{n}" / CHECKPOINT_COMPLETE)]
 
 
 def write_text(path: Path, text: str, mode: int | None = None) -> None:
@@ -271,36 +242,34 @@ def peek(path: Path) -> dict[str, Any]:
         return {}
 
 
-def read_json_lines(path: Path) -> list[Any]:
-    """Return one value per line, [] if there is no file; a damaged line is left out."""
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Return one object per line, [] if there is no file; any other line is left out."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return []
-    values = []
-    for line in text.splitlines():
-        try:
-            values.append(parse_json(line))
-        except ValueError:
-            continue
-    return values
+    objects = map(_object_of, text.splitlines())
+    return [each for each in objects if each is not None]
 
 
-def last_json_line(path: Path) -> Any:
-    """Return the last whole value of a JSON lines file, None if there is none in its last bytes."""
+def last_json_line(path: Path) -> dict[str, Any]:
+    """Return the last whole object of a JSON lines file, {} if its last bytes have none."""
     try:
         with open(path, "rb", buffering=0) as file:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(0, end - _TAIL_BYTES))
             lines = file.read(_TAIL_BYTES).splitlines()
     except FileNotFoundError:
+        return {}
+    return next(filter(None, map(_object_of, reversed(lines))), {})
+
+
+def _object_of(line: str | bytes) -> dict[str, Any] | None:
+    try:
+        value = parse_json(line)
+    except ValueError:
         return None
-    for line in reversed(lines):
-        try:
-            return parse_json(line)
-        except ValueError:
-            continue
-    return None
+    return value if isinstance(value, dict) else None
 
 
 def append_json_line(path: Path, value: Any) -> None:

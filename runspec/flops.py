@@ -7,7 +7,7 @@ gradient of the weight if it is trained; so 6n in full fine-tuning, and about 4n
 base. Not counted: looking up embeddings, recomputation by activation checkpointing, norms,
 softmax, the optimizer. Unlike PaLM's formula, attention counts only the keys that a query may see
 (causal, each document alone), and the output layer only trained positions; padding counts
-nowhere.
+nowhere. Gradients flow back to the first block in which something is trained.
 
 MFU (model FLOP utilisation) is these FLOPs over time and the GPUs' peak. HFU (hardware FLOP
 utilisation) counts what activation checkpointing computes again, too.
@@ -15,52 +15,8 @@ utilisation) counts what activation checkpointing computes again, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Linear:
-    """The numbers that one token is multiplied with in a linear layer, and which are trained.
-
-    adapter: numbers of LoRA's A and B, both trained. A norm has no weights that count.
-    """
-
-    weights: float
-    trained: bool
-    adapter: tuple[float, float] = (0.0, 0.0)
-
-    @property
-    def any_trained(self) -> bool:
-        """Whether gradients must flow back to it."""
-        return self.trained or sum(self.adapter) > 0
-
-
-@dataclass(frozen=True)
-class Attention:
-    """Scores and their product with the values.
-
-    width: of all query heads together; where values have another, the mean of both. window: keys
-    that a query sees at most; None: all before it.
-    """
-
-    width: float
-    window: int | None = None
-
-
-@dataclass(frozen=True)
-class Recurrence:
-    """Linear attention by the delta rule; state: numbers of all heads' states together.
-
-    Three products with the state per token: what a key reads of it, its update, and the output.
-    Chunks of tokens compute the same with other products.
-    """
-
-    state: float
-
-
-# Linear layers that read the same input, or attention, in the order of a forward pass.
-Stage = Sequence[Linear] | Attention | Recurrence
 
 
 @dataclass(frozen=True)
@@ -118,48 +74,45 @@ def pairs(length: int, window: int | None = None) -> int:
     return seen * (seen + 1) // 2 + (length - seen) * seen
 
 
-def count(
-    stages: Iterable[Stage], output: Linear, *, trained_before: bool, backward: bool = True
-) -> ModelFlops:
-    """Count forward and backward, or forward alone.
+def linear(weights: float, trained: bool, adapter: float = 0.0, backward: bool = True) -> float:
+    """FLOPs per token of a linear layer.
 
     Args:
-        stages: of all blocks, in order.
-        trained_before: whether the embedding is trained. Gradients flow back no further than to
-            the first trained parameter.
+        weights: the numbers that one token is multiplied with.
+        trained: whether they are.
+        adapter: numbers of LoRA's A and B together, both trained.
+        backward: False counts the forward pass alone.
     """
-    token = pair = windowed = 0.0
-    window = None
-    flows = trained_before
-    for stage in stages:
-        passes = 1 + 2 * flows * backward
-        if isinstance(stage, Recurrence):
-            token += 6 * stage.state * passes
-            continue
-        if isinstance(stage, Attention):
-            if stage.window is None:
-                pair += 4 * stage.width * passes
-            else:
-                windowed += 4 * stage.width * passes
-                window = stage.window
-            continue
-        token += sum(_products(linear, flows, backward) for linear in stage)
-        flows = flows or any(linear.any_trained for linear in stage)
-    return ModelFlops(token, _products(output, flows, backward), pair, windowed, window)
+    return 2 * weights * (1 + backward * (1 + trained)) + 2 * adapter * (1 + 2 * backward)
 
 
-def _products(linear: Linear, flows: bool, backward: bool) -> float:
-    a, b = linear.adapter
-    if not backward:
-        return 2 * (linear.weights + a + b)
-    return 2 * linear.weights * (1 + flows + linear.trained) + 2 * a * (2 + flows) + 2 * b * 3
+def attention(width: float, window: int | None, backward: bool = True) -> ModelFlops:
+    """Scores and their product with the values, of one layer.
+
+    Args:
+        width: of all query heads together; where values have another, the mean of both.
+        window: keys that a query sees at most; None: all before it.
+        backward: as `linear`.
+    """
+    pair = 4 * width * (1 + 2 * backward)
+    if window is None:
+        return ModelFlops(0.0, 0.0, pair)
+    return ModelFlops(0.0, 0.0, 0.0, pair, window)
+
+
+def recurrence(state: float, backward: bool = True) -> float:
+    """FLOPs per token of linear attention by the delta rule.
+
+    Three products with the state: what a key reads of it, its update, and the output. Chunks of
+    tokens compute the same with other products.
+
+    Args:
+        state: numbers of all heads' states together.
+        backward: as `linear`.
+    """
+    return 6 * state * (1 + 2 * backward)
 
 
 def tflops_per_gpu(flops: float, seconds: float, gpus: int) -> float:
     """10^12 FLOPs per second and GPU."""
     return flops / seconds / gpus / 1e12
-
-
-def utilisation(flops: float, seconds: float, gpus: int, peak_tflops: float) -> float:
-    """MFU of a step's model FLOPs; HFU of these and what is computed again."""
-    return tflops_per_gpu(flops, seconds, gpus) / peak_tflops

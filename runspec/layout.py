@@ -216,7 +216,8 @@ class StepFacts:
 
     def _optimizer_faults(self) -> Iterator[str]:
         name, others = self.optimizer, "use torch.optim.AdamW or torchao.optim.AdamW8bit"
-        if self.sharded and name in NEED_WHOLE_PARAMETERS:
+        # The kernels of bitsandbytes read the memory of whole tensors, whatever they are given.
+        if self.sharded and (name in NEED_WHOLE_PARAMETERS or name.startswith("bitsandbytes.")):
             yield f"optimizer: {name} cannot update parameters that are sharded; {others}"
 
 

@@ -24,20 +24,18 @@ _UNIQUE = re.compile(r"\.[0-9a-f]{8}\Z")
 
 @contextmanager
 def folder(
-    path: Path, existing: Existing | None, *, alone: bool = False, flush: bool = False
+    path: Path, existing: Existing, *, alone: bool = False, flush: bool = False
 ) -> Iterator[Path]:
     """Yield a new folder that gets the name `path` if the block succeeds, and is removed if not.
 
     Args:
-        existing: as of finish; None leaves the folder under its temporary name.
+        existing, flush: as of finish.
         alone: as of begin.
-        flush: as of finish.
     """
     temporary = begin(path, alone)
     try:
         yield temporary
-        if existing is not None:
-            finish(temporary, path, existing, flush)
+        finish(temporary, path, existing, flush)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

@@ -75,7 +75,7 @@ class Attention:
 
     head_dim: of queries and keys. value_dim: of values. held: numbers per token in the tensor that
     values are a part of. window: keys that a query sees; None: all before it. gate: width of a gate
-    of its output. latent: queries and keys come out of smaller vectors (arXiv 2405.04434).
+    of its output.
     """
 
     heads: int
@@ -85,7 +85,6 @@ class Attention:
     held: int
     window: int | None = None
     gate: int = 0
-    latent: bool = False
 
     @property
     def query_width(self) -> int:

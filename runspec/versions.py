@@ -7,7 +7,7 @@ from __future__ import annotations
 
 # The oldest release, and the first that is too new: tests/test_versions.py runs the oldest pair.
 SUPPORTED: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
-    "torch": ((2, 11), (2, 14)),
+    "torch": ((2, 11), (2, 16)),
     "transformers": ((5, 17), (6, 0)),
 }
 

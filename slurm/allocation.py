@@ -9,8 +9,6 @@ import subprocess
 import time
 from collections.abc import Sequence
 
-from slurm import job_log
-
 # In sinfo's short states: such a node starts no job.
 _AWAY = re.compile(r"down|drain|drng|fail|maint|unk|\*")
 
@@ -38,6 +36,13 @@ def said(argv: Sequence[str], wait_s: float) -> tuple[int, str]:
     else:
         status, words = done.returncode, done.stdout + done.stderr * (done.returncode != 0)
     return status, words.decode(errors="replace")
+
+
+def hosts_of(names: str) -> list[str]:
+    """Return the single names of Slurm's list of nodes, such as n[1-2],gpu7."""
+    if "[" not in names:
+        return [name for name in names.split(",") if name]
+    return (ask(["scontrol", "show", "hostnames", names]) or names).split()
 
 
 def description() -> str | None:
@@ -89,7 +94,7 @@ def excluded(more: Sequence[str] = ()) -> str:
 
 def has_enough_without(hosts: Sequence[str]) -> bool:
     """Whether the job's partition has enough nodes without these and those that it excludes."""
-    bad = {*hosts, *job_log.hosts(excluded(hosts))}
+    bad = {*hosts, *hosts_of(excluded(hosts))}
     partition = os.environ["SLURM_JOB_PARTITION"]
     argv = ["sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N %t"]
     lines = (line.split() for line in (ask(argv) or "").splitlines())

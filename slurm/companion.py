@@ -17,7 +17,7 @@ class Companion:
     """Does nothing; a subclass overrides the moments that it needs.
 
     It may keep the run's records (progress.json, metrics.jsonl, heartbeat.json), and start
-    processes of its own, which it ends. A cause is a record of slurm.faults.fault in the attempt's
+    processes of its own, which it ends. A cause is a runspec.failure.fault in the attempt's
     logs, error_NAME.json: the attempt's end is judged by it.
 
     It is made anew if the supervisor was killed, and finds again what it has started.

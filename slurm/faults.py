@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from runspec import files
+from runspec.failure import fault
 from runspec.storage import OF_A_DISK, UNREADABLE, patiently
-from slurm import job_log
+from slurm import allocation, job_log
 
 # Recorded by slurm/watchdog.py, by which the ranks were ended.
 WATCHDOG = ("Hang", "NotStopped")
@@ -79,8 +80,8 @@ _EXCEPTION = re.compile(
 def read_errors(logs: Path) -> list[dict[str, Any]]:
     """Return what ranks and nodes left in an attempt's log folder, in no order."""
     until = time.monotonic() + WAIT_S
-    records = ((path, _record(path, until)) for path in logs.glob("error_*.json"))
-    errors = [_of_record(path, record) for path, record in records if record]
+    records = (_record(path, until) for path in logs.glob("error_*.json"))
+    errors = [record for record in records if record]
     errors += _of_peers(errors)
     # A workload that starts torchrun itself has its report in the log of its own output.
     for path in (*logs.glob("node_*.log"), *logs.glob("rank_*.log")):
@@ -140,48 +141,26 @@ def describe(error: dict[str, Any]) -> str:
     return f"{where}{kind}{lines[0].removeprefix(kind)}"
 
 
-def fault(
-    message: str, kind: str = "fault", host: str | None = "", permanent: bool = True
-) -> dict[str, Any]:
-    """Return the record of a fault that was found now.
-
-    Args:
-        host: the node whose fault it is, None if it is no single one's; "" for this one.
-        permanent: a retry cannot fix it.
-    """
-    return {
-        "rank": None,
-        "host": socket.gethostname() if host == "" else host,
-        "time": time.time(),
-        "type": kind,
-        "message": message,
-        "permanent": permanent,
-    }
-
-
-def no_space(folder: Path, inodes: bool = False) -> dict[str, Any]:
-    """Return the record of a disk that is full, or that has no inodes left.
+def full_disk(run_dir: Path) -> dict[str, Any] | None:
+    """Return the record of a disk that is full, None if the run's has space.
 
     Nodes share it, so none is named.
     """
-    message = f"no space left on the filesystem of {folder}: free some, or raise the quota"
-    if inodes:
-        message = (
-            f"no inodes are left on the filesystem of {folder}, so it takes no new file: remove "
-            "files, or raise the quota of their number"
-        )
-    return fault(message, "NoSpace", None)
-
-
-def full_disk(run_dir: Path) -> dict[str, Any] | None:
-    """Return the record of a disk that is full, None if the run's has space."""
     probe = run_dir / f".probe.{os.getpid()}"
     try:
         with probe.open("xb", buffering=0) as file:
             file.write(b"0" * _LAST_BYTES)
     except OSError as error:
+        if error.errno not in OF_A_DISK:
+            return None
+        message = f"no space left on the filesystem of {run_dir}: free some, or raise the quota"
         # An empty new file needs an inode only.
-        return no_space(run_dir, not probe.exists()) if error.errno in OF_A_DISK else None
+        if not probe.exists():
+            message = (
+                f"no inodes are left on the filesystem of {run_dir}, so it takes no new file: "
+                "remove files, or raise the quota of their number"
+            )
+        return fault(message, "NoSpace", None)
     finally:
         with suppress(OSError):
             probe.unlink(missing_ok=True)
@@ -207,7 +186,7 @@ def slurm_errors(log: str, logs: Path) -> list[dict[str, Any]]:
     killed = next((name for said, name in _SIGNALS.items() if end.startswith(said)), None)
     if killed is None:
         return []
-    nodes = job_log.hosts(node)
+    nodes = allocation.hosts_of(node)
     by = SIGKILL if killed == "SIGKILL" else f"killed by {killed}"
     message = f"the process that starts this node's ranks (task {task}) was {by}"
     host = nodes[0] if len(nodes) == 1 else None
@@ -255,20 +234,6 @@ def on_nodes(
             error = {**error, "host": hosts[number]}
         named.append(error)
     return named
-
-
-def _of_record(path: Path, record: dict[str, Any]) -> dict[str, Any]:
-    """Return a record of the kit's own, or the one that torch's @record writes for torchrun."""
-    said = record.get("message")
-    if not isinstance(said, dict):
-        return record
-    more = said.get("extraInfo")
-    stack = str(more.get("py_callstack") or "") if isinstance(more, dict) else ""
-    when = str(more.get("timestamp") or "") if isinstance(more, dict) else ""
-    number = path.stem.removeprefix("error_rank_")
-    time_s = float(when) if when.isdigit() else path.stat().st_mtime
-    error = _last_exception(stack or str(said.get("message") or ""))
-    return {"rank": int(number) if number.isdigit() else None, "time": time_s, **error}
 
 
 def _of_peers(errors: list[dict[str, Any]]) -> list[dict[str, Any]]:

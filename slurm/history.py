@@ -21,10 +21,9 @@ def read_object(path: Path) -> dict[str, Any]:
         OSError: it cannot be read now, and may have content.
     """
     try:
-        value = files.read_json(path)
-    except ValueError:
+        return files.read_object(path) or {}
+    except files.DamagedFile:
         return {}
-    return value if isinstance(value, dict) else {}
 
 
 def read_progress(run_dir: Path) -> dict[str, Any]:
@@ -39,14 +38,9 @@ def read_progress(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return a file's JSON objects, one per line; [] if there is no such file."""
-    return [line for line in files.read_json_lines(path) if isinstance(line, dict)]
-
-
 def next_attempt(run_dir: Path, status: dict[str, Any]) -> int:
     """Return a number that no attempt has had, even if records are missing."""
-    used = [line.get("attempt") for line in read_lines(run_dir / files.ATTEMPTS)]
+    used = [line.get("attempt") for line in files.read_json_lines(run_dir / files.ATTEMPTS)]
     # The log folder of a start that could not be recorded is empty: its number is used again.
     folders = [path for path in (run_dir / files.LOGS).glob("[0-9]*") if path.name.isdigit()]
     used += [int(path.name) for path in folders if any(path.iterdir())]
@@ -55,7 +49,7 @@ def next_attempt(run_dir: Path, status: dict[str, Any]) -> int:
 
 def attempts_of(run_dir: Path) -> list[dict[str, Any]]:
     """Return the attempts of this job: the count starts again in a resumed run."""
-    lines = read_lines(run_dir / files.ATTEMPTS)
+    lines = files.read_json_lines(run_dir / files.ATTEMPTS)
     return [line for line in lines if str(line.get("job_id")) == own_job_id()]
 
 

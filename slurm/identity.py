@@ -12,9 +12,6 @@ from runspec.states import LOCAL_PREFIX, process_start
 
 def own_job_id() -> str:
     """Return the id of this job, or of this process on a host without Slurm."""
-    array, task = (os.environ.get(f"SLURM_ARRAY_{name}_ID") for name in ("JOB", "TASK"))
-    if array and task:
-        return f"{array}_{task}"  # as squeue and sacct name a task of a job array
     return os.environ.get("SLURM_JOB_ID") or f"{LOCAL_PREFIX}{os.environ['JOB_PID']}"
 
 
@@ -24,9 +21,6 @@ def this_job() -> dict[str, Any]:
         "cluster": os.environ.get("SLURM_CLUSTER_NAME"),
         "slurm_conf": os.environ.get("SLURM_CONF"),
     }
-    if own_job_id() != os.environ.get("SLURM_JOB_ID"):
-        # slurmstepd's lines name a task of an array by the number of its own.
-        named["slurm_job_id"] = os.environ.get("SLURM_JOB_ID")
     return {
         "job_id": own_job_id(),
         "restart_count": int(os.environ.get("SLURM_RESTART_COUNT", "0")),

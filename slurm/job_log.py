@@ -8,8 +8,9 @@ import os
 import re
 import time
 from contextlib import suppress
-from itertools import product
 from pathlib import Path
+
+from slurm import allocation
 
 # States that do not give the reason of an end.
 UNCLEAR = frozenset({"", "COMPLETING", "RUNNING", "UNKNOWN", "PENDING"})
@@ -41,10 +42,6 @@ _OUT_OF_MEMORY = re.compile(
 )
 # slurmstepd-n1: error: ..., or srun: error: n1: task 0: Out Of Memory
 _SENDER = re.compile(r"(?:slurmstepd-([\w.-]+): |srun: error: ([\w.-]+): tasks? [\d,-]+: )")
-
-# A name with lists of numbers, as in rack[1-2]n[01-03,7]-ib.
-_HOSTS = re.compile(r"(?:[^\s,\[\]]|\[[\d,-]+\])+")
-_NUMBERS = re.compile(r"\[([\d,-]+)\]")
 
 # From srun if it could not start a step because the controller did not answer, or because the job's
 # last start, on a node that was given up, still has one.
@@ -92,30 +89,7 @@ def wait_for_end(log: Path, start: int, job_id: str) -> str:
 
 def lost_nodes(text: str) -> list[str]:
     """Return the nodes that Slurm lost while a step ran on them, each once."""
-    return list(
-        dict.fromkeys(name for names in _NODE_FAILURE.findall(text) for name in hosts(names))
-    )
-
-
-def hosts(names: str) -> list[str]:
-    """Return the single names of Slurm's list of nodes, such as n[1-2],gpu7."""
-    single = []
-    for name in _HOSTS.findall(names):
-        # Text, numbers, text ...
-        parts = enumerate(_NUMBERS.split(name))
-        choices = [_numbers(part) if place % 2 else [part] for place, part in parts]
-        single += ["".join(each) for each in product(*choices)]
-    return single
-
-
-def _numbers(spans: str) -> list[str]:
-    """Return each number of 01-03,7 with as many digits as the first of its span."""
-    ends = (span.partition("-") for span in spans.split(","))
-    return [
-        str(number).zfill(len(first))
-        for first, _, last in ends
-        for number in range(int(first), int(last or first) + 1)
-    ]
+    return list(dict.fromkeys(allocation.hosts_of(",".join(_NODE_FAILURE.findall(text)))))
 
 
 def out_of_memory(text: str) -> tuple[str, str | None] | None:

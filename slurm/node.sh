@@ -36,7 +36,7 @@ done
 [ -d "$LOGS" ] || { printf 'cookbook: node %s cannot see %s\n' "$NODE_NAME" "$LOGS"; exit 1; }
 # Earlier attempts found these files, so in later ones the storage or this node's mount has failed.
 first=false
-[ "${ATTEMPT:-0}" != 0 ] || first=true
+[ "${COOKBOOK_ATTEMPT:-0}" != 0 ] || first=true
 [ -r "$given" ] ||
   node_fault $first "node $NODE_NAME cannot read $given: keep runs on a filesystem that all nodes mount (COOKBOOK_ROOT)"
 [ -x "$VENV/bin/python" ] ||

@@ -1,4 +1,4 @@
-"""Which nodes of its allocation a job uses for the next attempt, and when Slurm can start it.
+"""The nodes of a job: which the next attempt uses, when Slurm can start it, and the requeue.
 
 Standard library only.
 """
@@ -6,9 +6,9 @@ Standard library only.
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from slurm import allocation, job_log, records
+from slurm import allocation, records
 from slurm.identity import in_slurm
 from slurm.job_log import say
 from slurm.recorder import Recorder, seconds
@@ -31,7 +31,7 @@ class Nodes:
     """The nodes of an attempt.
 
     hosts: those that train, in the order of their ranks. rollout_hosts: those that generate
-    answers. left_out: nodes that the job gives up when it is requeued.
+    answers.
     """
 
     def __init__(self, record: Recorder) -> None:
@@ -39,7 +39,8 @@ class Nodes:
         self._rollout_count = int(os.environ.get("ROLLOUT_NODES") or 0)
         self.hosts: list[str] = []
         self.rollout_hosts: list[str] = []
-        self.left_out: list[str] = []
+        # Nodes that the job gives up when it is requeued.
+        self._left_out: list[str] = []
         self._silent: list[str] = []
 
     @property
@@ -59,13 +60,13 @@ class Nodes:
             self.hosts, self.rollout_hosts = [host], [host] * self._rollout_count
             return
         self._await_controller()
-        hosts = job_log.hosts(os.environ["SLURM_JOB_NODELIST"])
+        hosts = allocation.hosts_of(os.environ["SLURM_JOB_NODELIST"])
         if bad := self._record(records.nodes_to_leave, hosts, self._silent):
             if allocation.has_enough_without(bad):
                 why = "attempts on it failed or it does not answer"
                 say(f"left out from now on, because {why}: {','.join(bad)}")
-                self.left_out = bad
-            if self.left_out or self._silent:
+                self._left_out = bad
+            if self._left_out or self._silent:
                 raise records.Follows("requeue")
             say(f"attempts failed on {','.join(bad)}, and the partition has too few other nodes")
         # The first nodes train, the last ones generate answers.
@@ -120,3 +121,48 @@ class Nodes:
                 self._silent += silent
                 return
             time.sleep(2)
+
+    def requeue(self, lock: Callable[[bool], None]) -> None:
+        """Put the job back into the queue, which ends this process.
+
+        All state has been written before. Waits if the controller is down, or if Slurm is still
+        cleaning up the job.
+
+        Args:
+            lock: called with True before a TERM may come of the requeue itself, with False if it
+                was refused.
+
+        Raises:
+            Follows: Slurm refused.
+        """
+        job, began, message, reported = os.environ["SLURM_JOB_ID"], time.monotonic(), "", False
+        wait_s = seconds("CONTROLLER_WAIT_S", 600)
+        while time.monotonic() - began <= wait_s:
+            # Slurm may have just requeued it because it lost a node.
+            known, restarts = allocation.description() or "", os.environ.get("SLURM_RESTART_COUNT")
+            again = int(allocation.field("Restarts", known) or 0) > int(restarts or 0)
+            if again or allocation.field("JobState", known) == "PENDING":
+                return
+            # Slurm accepts the list of excluded nodes only after the requeue, and from then on this
+            # process has KillWait seconds left.
+            lock(True)
+            status, message = allocation.said(["scontrol", "requeue", job], 60)
+            message = message.strip()
+            if status == 0:
+                if self._left_out and not allocation.exclude(job, self._left_out):
+                    what = f"Slurm did not exclude {','.join(self._left_out)}"
+                    say(f"{what}: the next attempt may use it again")
+                return
+            lock(False)
+            if any(word in message for word in ("Invalid job id", "denied", "disabled")):
+                break
+            # Without output, Slurm's TERM may have ended scontrol.
+            if message and not reported:
+                what = f"waiting to go back into the queue, up to {wait_s:.0f} s"
+                self._record.waiting(f"{what}: {message}")
+                reported = True
+            time.sleep(2)
+        raise self._record.fail(
+            f"Slurm refused to requeue job {job} ({message}): continue with: "
+            f"cookbook resume {self._record.run_dir.name}"
+        )

@@ -9,10 +9,6 @@ python=${ENV_PYTHON:-python}
 keep() { tee -a "$log" | sed -u "s/^/[$rank] /"; }
 # These processes must survive a signal to the whole step, or the rank's last lines would be lost.
 write() { trap '' TERM INT HUP; keep; }
-if [ -n "${RANK:-}" ]; then
-  # Where a rank's exception is recorded: the trainer, and any function under torch's @record, write it.
-  export TORCHELASTIC_ERROR_FILE=$LOGS/error_rank_$rank.json
-fi
 # The command gets this process id; node.sh signals it.
 [ -z "${STOP_SIGNAL:-}" ] || echo $$ >"$LOGS/.pid_${NODE_NAME}_$rank"
 [ "$1" != python ] || set -- "$python" "${@:2}"

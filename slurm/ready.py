@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from runspec import files
+from runspec.failure import fault
 from slurm import allocation
-from slurm.faults import BAD_NODE, fault
+from slurm.faults import BAD_NODE
 
 # A GPU with more than this share of its memory in use has other processes, possibly ranks of an
 # earlier start, which stop within seconds.

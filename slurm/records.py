@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from runspec import files, publish
+from runspec.failure import fault
 from runspec.redact import redacted
 from runspec.states import LOCAL_PREFIX
 from runspec.storage import OF_A_DISK
 from slurm import allocation, job_log
 from slurm.faults import (
     NODE_FAILURE,
-    fault,
     full_disk,
     on_nodes,
     read_errors,
@@ -30,7 +30,6 @@ from slurm.history import (
     gained_by,
     latest_checkpoint,
     next_attempt,
-    read_lines,
     read_object,
     read_progress,
     saved_work,
@@ -52,9 +51,6 @@ from slurm.retry import AttemptEnd, Verdict, bad_nodes, decide, ended_by_slurm
 
 # Attempts that may end without a record if the recipe has no retries.
 _MAX_LOST = 3
-
-# The answer if another job has the run: the job script ends and changes nothing.
-SUPERSEDED = "superseded"
 
 
 class Follows(Exception):
@@ -136,7 +132,7 @@ def _refuse_what_is_done(run_dir: Path, status: dict[str, Any]) -> None:
     restarts = int(status.get("restart_count", 0))
     if status.get("job_id") == job_id and restarts > this_job()["restart_count"]:
         message = f"this start of job {job_id} ends: {_owner(status)} has the run"
-        raise Follows(SUPERSEDED, message)
+        raise Follows("superseded", message)
     if read_object(run_dir / files.PROGRESS).get("state") == "finished":
         completed = {**status, **this_job(), "state": "COMPLETED", "updated": time.time()}
         files.renew_json(run_dir / files.STATUS, completed)
@@ -157,10 +153,10 @@ def _end_of_earlier(
             f"job {before} still works on this run: to start it again, cancel that job first: "
             f"cookbook cancel {run_dir.name}",
         )
-    log = job_log.since(run_dir / files.JOB_LOG, int(status.get("job_log_bytes", 0)))
-    nodes, slurm_job = job_log.lost_nodes(log), str(status.get("slurm_job_id") or before)
+    log = _log_of(run_dir, status)
+    nodes = job_log.lost_nodes(log)
     if not _has_line(run_dir, status):
-        lost = ended_by_slurm(job_log.ended(log, slurm_job), nodes)
+        lost = ended_by_slurm(job_log.ended(log, str(before)), nodes)
         _append_attempt(run_dir, status, None, lost, nodes)
     fruitless = count_fruitless(run_dir)
     if fruitless > (max_retries or _MAX_LOST):
@@ -208,7 +204,7 @@ def end(
     attempt = int(status["attempt"]) if attempt is None else attempt
     status = {**this_job(), "attempt": attempt, **status, "exit_code": exit_code}
     now, stop_asked = ended or time.time(), stop_asked or (run_dir / files.STOP).exists()
-    log = job_log.since(run_dir / files.JOB_LOG, int(status.get("job_log_bytes", 0)))
+    log = _log_of(run_dir, status)
     errors = _errors(run_dir, status, log)
     if full:
         errors.append(full)
@@ -230,7 +226,7 @@ def end(
             max_retries=max_retries,
             not_started=job_log.not_started(log) if not any(logs.glob("node_*.log")) else "",
             cause_before=str(earlier[-1].get("cause")) if earlier else None,
-            memory_is_result="SWEEP_DIR" in os.environ,
+            memory_is_result="SWEEP" in os.environ,
         )
     )
     _write_end(run_dir, {**status, "ended": now}, verdict, unfit(errors))
@@ -244,13 +240,13 @@ def _recorded(
     state = status.get("state")
     if attempt is None:
         if not owned(status):
-            return SUPERSEDED
+            return "superseded"
         if state == "RETRYING":
             return _end_between(run_dir, status, str(job_state))
         return None if state == "RUNNING" and "attempt" in status else "failed"
     if not owned(status, attempt):
         say(f"attempt {attempt} of job {own_job_id()} writes nothing: {_owner(status)} has the run")
-        return SUPERSEDED
+        return "superseded"
     known = {**this_job(), "attempt": attempt, **status}
     if state == "RUNNING" or not _has_line(run_dir, known):
         return None
@@ -307,14 +303,13 @@ def _why_ended(run_dir: Path, status: dict[str, Any], job_state: str | None) -> 
     """Return Slurm's final state of the job, from job.log if needed; None if the job continues."""
     if job_state not in job_log.UNCLEAR:
         return job_state
-    number = str(status.get("slurm_job_id") or status["job_id"])
     start = int(status.get("job_log_bytes", 0))
-    return job_log.wait_for_end(run_dir / files.JOB_LOG, start, number)
+    return job_log.wait_for_end(run_dir / files.JOB_LOG, start, str(status["job_id"]))
 
 
 def _end_between(run_dir: Path, status: dict[str, Any], job_state: str) -> str:
     """Record that the job ended after one attempt and before the next; return what follows."""
-    log = job_log.since(run_dir / files.JOB_LOG, int(status.get("job_log_bytes", 0)))
+    log = _log_of(run_dir, status)
     lost = [{"type": NODE_FAILURE, "host": node} for node in job_log.lost_nodes(log)]
     job_end = AttemptEnd(
         exit_code=143,
@@ -330,18 +325,15 @@ def _end_between(run_dir: Path, status: dict[str, Any], job_state: str) -> str:
 
 def _refused(run_dir: Path, status: dict[str, Any], cause: str, message: str) -> Follows:
     """Record that no attempt follows; return what to raise."""
-    status = {**status, **this_job(), **_failed(cause, message)}
-    files.write_json(run_dir / files.STATUS, status)
+    failed = {"state": "FAILED", "cause": cause, "message": message, "updated": time.time()}
+    files.write_json(run_dir / files.STATUS, {**status, **this_job(), **failed})
     return Follows("failed", message)
-
-
-def _failed(cause: str, message: str) -> dict[str, Any]:
-    return {"state": "FAILED", "cause": cause, "message": message, "updated": time.time()}
 
 
 def _has_line(run_dir: Path, status: dict[str, Any]) -> bool:
     """Whether the status's attempt has its line, which is written last."""
-    keys, last = ("attempt", "job_id", "restart_count"), read_lines(run_dir / files.ATTEMPTS)[-1:]
+    last = files.read_json_lines(run_dir / files.ATTEMPTS)[-1:]
+    keys = ("attempt", "job_id", "restart_count")
     return any(all(line.get(key) == status.get(key) for key in keys) for line in last)
 
 
@@ -384,6 +376,11 @@ def _owner(status: dict[str, Any]) -> str:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
+
+
+def _log_of(run_dir: Path, status: dict[str, Any]) -> str:
+    """Return the job's log since the status's attempt began."""
+    return job_log.since(run_dir / files.JOB_LOG, int(status.get("job_log_bytes", 0)))
 
 
 def _append_attempt(

@@ -32,7 +32,8 @@ def port_of(job_id: str, attempt: int) -> int:
 
 def main() -> None:
     node, rank = os.environ["NODE_NAME"], int(os.environ["NODE_RANK"])
-    nodes, run = int(os.environ["NODES"]), os.environ["RUN_DIR"] + "#" + os.environ["ATTEMPT"]
+    nodes = int(os.environ["NODES"])
+    run = f"{os.environ['RUN_DIR']}#{os.environ['COOKBOOK_ATTEMPT']}"
     address, port = os.environ["HEAD_ADDR"], int(os.environ["HEAD_PORT"])
     try:
         family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]

@@ -201,6 +201,8 @@ class AttemptEnd:
         Errors come before a stop that was asked for: ranks also stop in order when Slurm's TERM
         reaches them after another's death.
         """
+        if self.finished:
+            return Reason("finished", "")
         if self.cancelled:
             return Reason("cancelled", "by cookbook cancel")
         if self.job_state == "CANCELLED":
@@ -208,6 +210,8 @@ class AttemptEnd:
         if self.job_state is not None:
             lost = [str(each["host"]) for each in self.errors if each.get("type") == NODE_FAILURE]
             return _slurm_reason(self.job_state, lost)
+        if self.not_started and self.cause_before != "controller":
+            return Reason("controller", f"srun started nothing: {self.not_started}")
         if self.error:
             return Reason(_cause(self.error), describe(self.error), self.error.get("host") or None)
         if self.stop_asked:
@@ -227,18 +231,16 @@ class Rule(NamedTuple):
     next: str
     when: Callable[[AttemptEnd], object]
     message: str = "{end.reason.message}"  # a format string; end is the AttemptEnd
-    cause: str | None = None  # without one, cause and node are those of AttemptEnd.reason
 
 
 # The first rule whose condition holds counts.
 RULES = (
-    Rule("COMPLETED", "finished", lambda e: e.finished, "", "finished"),
+    Rule("COMPLETED", "finished", lambda e: e.finished),
     # Somebody ended the job: no retry.
-    Rule("CANCELLED", "failed", lambda e: e.cancelled or e.job_state == "CANCELLED"),
+    Rule("CANCELLED", "failed", lambda e: e.reason.cause == "cancelled"),
     # Slurm itself requeues a job that it ends for lack of nodes.
     Rule("INTERRUPTED", "failed", lambda e: e.job_state is not None),
-    Rule("RETRYING", "run", lambda e: e.not_started and e.cause_before != "controller",
-         "srun started nothing: {end.not_started}", "controller"),
+    Rule("RETRYING", "run", lambda e: e.reason.cause == "controller"),
     # What a retry cannot fix, or has not fixed often enough.
     Rule("FAILED", "failed", lambda e: e.lacks_package, "{end.reason.message}; {end.how_to_add}"),
     Rule("FAILED", "failed", lambda e: e.error.get("permanent")),
@@ -260,6 +262,4 @@ def decide(end: AttemptEnd) -> Verdict:
     """Judge one attempt, or a job that ended between two."""
     rule = next(rule for rule in RULES if rule.when(end))
     message = rule.message.format(end=end)
-    if rule.cause is not None:
-        return Verdict(rule.state, rule.next, rule.cause, message)
     return Verdict(rule.state, rule.next, end.reason.cause, message, end.reason.node)

@@ -37,7 +37,6 @@ from slurm.nodes import Nodes, head
 from slurm.recorder import NotRecorded, Recorder
 from slurm.records import Follows
 from slurm.rendezvous import port_of
-from slurm.requeue import requeue
 from slurm.retry import pause_s
 from slurm.watchdog import END_S, Watchdog
 
@@ -155,7 +154,7 @@ class Supervisor:
         if self.next == "requeue" and in_slurm():
             say("back into the queue: the next attempt continues from the last checkpoint")
             try:
-                requeue(self.record, self._nodes.left_out, lambda held: _take_term(not held))
+                self._nodes.requeue(lambda held: _take_term(not held))
                 return FINISHED
             except Follows as other:
                 self.next = other.what
@@ -194,7 +193,6 @@ class Supervisor:
         """Set the variables of an attempt, which the nodes need."""
         self._attempt = number
         os.environ |= {
-            "ATTEMPT": str(number),
             "COOKBOOK_ATTEMPT": str(number),
             "LOGS": str(self.run_dir / files.LOGS / str(number)),
             "HEAD_PORT": str(port_of(own_job_id(), number)),
@@ -205,14 +203,14 @@ class Supervisor:
         if not in_slurm():
             return ["bash", f"{os.environ['COOKBOOK']}/slurm/local_nodes.sh", *program]
         log = f"--output={self._logs}/node_%t.log"
-        own = [f"--job-name=attempt-{os.environ['ATTEMPT']}", log, "--open-mode=append"]
+        own = [f"--job-name=attempt-{os.environ['COOKBOOK_ATTEMPT']}", log, "--open-mode=append"]
         # A step that lost a node, or that a restarted controller still lists, keeps its resources.
         beside = ["--overlap", "--mem=0"]
         return ["srun", *own, *beside, *self._nodes.on_hosts, *self._options, *program]
 
     def _watch(self, child: Child) -> int:
         """Look at the attempt until its command has ended; return the exit status."""
-        number = int(os.environ["ATTEMPT"])
+        number = int(os.environ["COOKBOOK_ATTEMPT"])
         looking: list[Watchdog | Companion] = [self._companion]
         # An entry that does not report its steps has none.
         if "HANG_TIMEOUT_S" in os.environ:
@@ -276,7 +274,7 @@ class Supervisor:
         """Have the companion begin with the attempt."""
         own = [option for option in self._options if not option.startswith(_OF_ATTEMPTS)]
         step = ["srun", "--overlap", "--mem=0", "--nodes=1", "--ntasks=1", *own]
-        number = int(os.environ["ATTEMPT"])
+        number = int(os.environ["COOKBOOK_ATTEMPT"])
         self._companion.begin(number, self._nodes, step if in_slurm() else [])
 
 

@@ -62,7 +62,6 @@ setup_failed() {
 # Ends the job script without a supervisor: the run has failed.
 fail_run() { # cause message
   local job=${SLURM_JOB_ID:-local-$JOB_PID} message=${2//\\/\\\\} now
-  [ -z "${SLURM_ARRAY_JOB_ID:-}" ] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
   now=$(date +%s)
   say "$2"
   message=${message//\"/\\\"} message=${message//[[:cntrl:]]/ }

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from runspec import files
+from runspec.failure import fault
 from slurm.child import Child
-from slurm.faults import fault
 from slurm.job_log import say
 
 # A hang is at least this many median steps, or longest saves.

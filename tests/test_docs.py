@@ -10,8 +10,9 @@ import click
 import pytest
 import yaml
 
-from launcher.cli import cookbook, reference
-from launcher.recipe import sweep as sweeps
+from benchmarks import reference
+from launcher import paths, yamlfile
+from launcher.cli import cookbook
 from launcher.recipe.load import names
 
 ROOT = Path(__file__).parents[1]
@@ -42,7 +43,7 @@ def test_shown_commands_exist(path):
         parsed = command.make_context(arguments[0], arguments[1:], parent=context)
         if "words" in parsed.params:
             name = parsed.params.get("recipe") or (*parsed.params["words"], None)[0]
-            known = [*sweeps.names(), None] if command.name == "sweep" else names()
+            known = [*yamlfile.names(paths.SWEEPS), None] if command.name == "sweep" else names()
             # A file of the reader's own begins with my, perhaps behind an engine: litgpt:my.yaml.
             own = str(name).rpartition(":")[2].startswith("my")
             assert name in known or (ROOT / name).is_file() or own, arguments
@@ -73,7 +74,7 @@ def test_shown_options_of_setup_and_cluster_scripts_exist():
 
 def test_the_reference_of_commands_is_current():
     expected = reference.commands()
-    assert COMMANDS.read_text() == expected, "launcher.cli.reference commands"
+    assert COMMANDS.read_text() == expected, "benchmarks.reference commands"
 
 
 def test_the_site_builds(tmp_path):

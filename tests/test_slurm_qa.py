@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from launcher.cli import reference
+from benchmarks import reference
 
 DATASET = Path(__file__).parents[1] / "configs" / "datasets" / "slurm_qa.jsonl"
 

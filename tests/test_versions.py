@@ -1,4 +1,4 @@
-"""The oldest torch and transformers that are supported: refused if older, and tried as a pair."""
+"""The oldest and newest torch and transformers that are supported: others are refused."""
 
 import os
 import re
@@ -38,22 +38,35 @@ def test_a_quantized_base_is_sharded_from_one_release_of_torch_on() -> None:
     assert versions.sharding_fault("2.12.0") is None and versions.sharding_fault("nightly") is None
 
 
+def oldest(package: str) -> str:
+    major, minor = versions.SUPPORTED[package][0]
+    return f"{package}=={major}.{minor}.0"
+
+
+def newest_torch() -> str:
+    major, minor = versions.SUPPORTED["torch"][1]
+    return f"torch=={major}.{minor - 1}.0"
+
+
 @pytest.mark.named
-def test_the_oldest_pair_trains_exports_and_serves(tmp_path):
-    """Needs a package index. The newest pair is that of constraints.txt, which all tests run."""
+@pytest.mark.parametrize(
+    "wanted",
+    [[oldest(package) for package in versions.SUPPORTED], [newest_torch()]],
+    ids=["oldest", "newest"],
+)
+def test_the_oldest_and_the_newest_pair_train_export_and_serve(wanted, tmp_path):
+    """Needs a package index. All tests run the pair of constraints.txt."""
     pins = re.sub(FREE, "", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
-    for package, (oldest, _) in versions.SUPPORTED.items():
-        number = f"{oldest[0]}.{oldest[1]}.0"
-        pins, found = re.subn(f"(?m)^{package}==.*$", f"{package}=={number}", pins)
+    for pin in wanted:
+        pins, found = re.subn(f"(?m)^{pin.partition('=')[0]}==.*$", pin, pins)
         assert found == 1
     (tmp_path / "pins.txt").write_text(pins)
     python = tmp_path / "venv" / "bin" / "python"
     subprocess.run([sys.executable, "-m", "venv", python.parents[1]], check=True)
     pip = [python, "-m", "pip", "install", "--quiet", "--constraint", tmp_path / "pins.txt"]
-    wanted = ["cluster", "serve"]
     # That of a new environment may be too old to read pyproject.toml.
     subprocess.run([*pip, "--upgrade", "setuptools", "wheel"], check=True)
-    kit = f"{ROOT}[{','.join(wanted)}]"
+    kit = f"{ROOT}[cluster,serve]"
     tools = ["pytest", "pytest-xdist", "peft", "psutil", "scipy", "scikit-learn"]
     subprocess.run([*pip, "--no-build-isolation", "--editable", kit, *tools], check=True)
     files = [f"tests/trainer/{name}.py" for name in CASES]

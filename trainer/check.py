@@ -26,6 +26,7 @@ from runspec.description import config_file
 from runspec.hints import nearest
 from runspec.keys.model import TRANSFORMERS
 from runspec.layout import StepFacts
+from runspec.prepared import COMPONENT
 from trainer import config as configs
 from trainer import groups, optimizers
 from trainer.checkpoint import adapter
@@ -34,7 +35,7 @@ from trainer.errors import ConfigError
 from trainer.methods.base import Objective, named
 from trainer.model import Decoder
 from trainer.models import build as models
-from trainer.models.builder import frozen_fault, teacher_config
+from trainer.models.builder import frozen_fault, teacher_spec
 
 # Numbers in a parameter on which an optimizer is tried.
 LARGEST = 2**10
@@ -72,6 +73,8 @@ def component_faults(content: dict[str, Any], complete: bool) -> list[str]:
             continue  # torchtune's configs name one, and it is never called
         if key == "model" and block["_component_"] == TRANSFORMERS:
             continue  # the folder names the class
+        if block["_component_"] == COMPONENT:
+            continue  # the set's format names the component
         factory = _tried(texts, partial(configs.component, key, block["_component_"]))
         if factory is None:
             continue
@@ -133,7 +136,7 @@ def _misfits(config: configs.TrainConfig, objective: type[Objective]) -> list[st
             texts += models.layout_faults(model, config)
     if config.teacher_key and (folder := Path(getattr(config, config.teacher_key))).is_dir():
         of_teacher: list[str] = []
-        _tried(of_teacher, lambda: models.fitting(teacher_config(config, str(folder)), frozen=True))
+        _tried(of_teacher, lambda: models.fitting(teacher_spec(config, str(folder))))
         texts += [frozen_fault(config.teacher_key, fault) for fault in of_teacher]
     if model is not None and config.checkpointer.get("adapter_checkpoint") is not None:
         _tried(texts, lambda: adapter.read(model, config))

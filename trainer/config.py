@@ -10,7 +10,9 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any
+
+from typing_extensions import TypeVar
 
 from runspec import yamlrules
 from runspec.adapters import name_of
@@ -27,11 +29,15 @@ from runspec.step import reduces_each
 from runspec.storage import patiently
 from trainer.errors import ConfigError
 
-Config = TypeVar("Config", bound=TrainConfig)
+Config = TypeVar("Config", bound=TrainConfig, default=SftConfig)
 OUTPUT_DIR = replace(COMMON["output_dir"], default=REQUIRED, unused="")
 PROFILER_KEYS = {
     name: key.default for name, key in children(TrainConfig.keys(), "profiler").items()
 }
+ALL_SHARED = (
+    "dataset_val: each of its samples is in dataset too; take them apart, such as "
+    "dataset.split=train[:95%] dataset_val.split=train[95%:]"
+)
 # What the kit has under torchtune's names, so that only a recipe with one of its builders of models
 # or tokenizers imports torchtune.
 _COSINE = "get_cosine_schedule_with_warmup"
@@ -48,15 +54,7 @@ COMPONENT_PACKAGES = ("torch", "torchtune", "torchao", "trainer", "transformers"
 OWN_PACKAGES = "COOKBOOK_COMPONENTS"
 
 
-@overload
-def load(path: Path) -> SftConfig: ...
-
-
-@overload
-def load(path: Path, method: type[Config]) -> Config: ...
-
-
-def load(path: Path, method: type[TrainConfig] = SftConfig) -> TrainConfig:
+def load(path: Path, method: type[Config] = SftConfig) -> Config:  # type: ignore[assignment]
     """Read and check `path`.
 
     Args:
@@ -89,15 +87,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return {str(key): value for key, value in content.items()}
 
 
-@overload
-def parse(content: dict[str, Any]) -> SftConfig: ...
-
-
-@overload
-def parse(content: dict[str, Any], method: type[Config]) -> Config: ...
-
-
-def parse(content: dict[str, Any], method: type[TrainConfig] = SftConfig) -> TrainConfig:
+def parse(
+    content: dict[str, Any],
+    method: type[Config] = SftConfig,  # type: ignore[assignment]
+) -> Config:
     """Check a resolved config by the keys of its method.
 
     Raises:
@@ -159,6 +152,8 @@ def _faults_between_keys(values: dict[str, Any], used: Mapping[str, Key]) -> Ite
             yield "run_val_every_n_steps: needs dataset_val, such as dataset_val.split=train[95%:]"
         if values["export_checkpoint"] == "best":
             yield "export_checkpoint: best needs dataset_val, such as dataset_val.split=..."
+    elif values["dataset_val"] == values["dataset"]:
+        yield ALL_SHARED
     for name in ("dataset", "dataset_val"):
         if why := names_no_files(values[name] or {}):
             yield f"{name}.{why}: set {name}.data_files="
@@ -178,8 +173,16 @@ def _faults_between_keys(values: dict[str, Any], used: Mapping[str, Key]) -> Ite
 
 
 def _stream_faults(values: dict[str, Any], method: type[TrainConfig]) -> Iterator[str]:
-    if (values["dataset"] or {}).get("_component_") == STREAM and not method.streams:
-        yield "dataset: only entry: pretrain trains on a stream"
+    dataset = values["dataset"] or {}
+    if dataset.get("_component_") == STREAM:
+        if not method.streams:
+            yield "dataset: only entry: pretrain trains on a stream"
+        if not values["max_steps"]:
+            yield "max_steps: a stream has no end; set max_steps to the number of steps"
+        given = {"max_steps_per_epoch": values["max_steps_per_epoch"]}
+        given["dataset.split"] = dataset.get("split")
+        for key in (key for key, value in given.items() if value):
+            yield f"{key}: a stream has no epochs and no splits; leave it out"
     if (values["dataset_val"] or {}).get("_component_") == STREAM:
         yield (
             "dataset_val: is measured whole, so it cannot be a stream; set dataset_val._component_="

@@ -35,13 +35,6 @@ ARCHITECTURE = {
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-05,
 }
-README = """# Demo model
-
-A Llama-architecture language model of random weights (seed {seed}), with a byte-level BPE
-tokenizer of {vocab} tokens trained on `{dataset}`. It knows nothing until it is fine-tuned: it
-exists so that a whole fine-tune, from submit to answer, can be tried in minutes on a CPU.
-Made by `python -m trainer.demo`; it can be deleted and made again.
-"""
 
 
 def make(folder: Path, dataset: Path, seed: int = 0) -> None:
@@ -55,8 +48,6 @@ def make(folder: Path, dataset: Path, seed: int = 0) -> None:
         tokenizer = _tokenizer(texts)
         tokenizer.save_pretrained(temporary)
         random_model(ARCHITECTURE, seed, tokenizer).save_pretrained(temporary)
-        readme = README.format(seed=seed, vocab=len(tokenizer), dataset=dataset.name)
-        (temporary / "README.md").write_text(readme, encoding="utf-8")
 
 
 def _texts(dataset: Path) -> list[str]:

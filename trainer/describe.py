@@ -239,6 +239,7 @@ class _Block:
         (heads, width), (kv_heads, values) = query.shape[2:], value.shape[2:]
         own = [m for m in self.matrices.values() if m.part == "attention" and m.role != "row"]
         dim = self.model.embedding.weight.shape[1]
+        # Queries and keys come out of smaller vectors (arXiv 2405.04434).
         latent = any(m.inputs != dim for m in own)
         made = sum(m.outputs for m in own if m.role != "replicated")
         more = made - (heads + kv_heads) * width - kv_heads * values
@@ -250,7 +251,6 @@ class _Block:
             held=value.untyped_storage().nbytes() // value.element_size() // TOKENS,
             window=layer.window,
             gate=0 if latent else max(more, 0),
-            latent=latent,
         )
 
     def _delta(self) -> shape.GatedDelta:

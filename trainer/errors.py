@@ -6,7 +6,6 @@ TrainerError             a fault that the trainer understands
 ├── BadNodeError         a GPU computes wrong numbers or is slow; the node is left out
 ├── CheckpointError      every checkpoint in the run directory is damaged
 ├── StorageError         files cannot be read for now, and may be sound
-├── RolloutError         no rollout node answers, or a transfer of weights stops
 ├── SupersededError      a newer start of the run has taken over
 └── PeerError            another rank failed; its own record says why
 """
@@ -27,7 +26,8 @@ _OF_TORCH_DISTRIBUTED = ("DistBackendError", "DistNetworkError", "DistStoreError
 class TrainerError(Exception):
     """A fault that the trainer understands; `permanent` if a retry cannot help.
 
-    `exit_status` is the rank's own; torchrun passes none on, so that the record must say it.
+    `exit_status` is the rank's own; torchrun passes none on, so that the record must say it. An
+    error with a `node` is that node's fault, or none's if it is None, and not the rank's node's.
     """
 
     permanent = True
@@ -62,19 +62,6 @@ class StorageError(TrainerError):
     """Files of the run cannot be read for now; a later attempt may read them."""
 
     permanent = False
-
-
-class RolloutError(TrainerError):
-    """The rollout nodes do not answer; a later attempt may find others.
-
-    node: that of the sampler at fault; None if it is not one sampler's.
-    """
-
-    permanent = False
-
-    def __init__(self, message: str, node: str | None = None) -> None:
-        super().__init__(message)
-        self.node = node
 
 
 class SupersededError(TrainerError):
@@ -174,8 +161,7 @@ def kind(error: BaseException) -> str:
 def write_error_record(folder: Path, rank: int, error: BaseException) -> None:
     """Write `error_rank_<rank>.json` for whoever decides on a retry."""
     more: dict[str, Any] = {"traceback": redacted("".join(traceback.format_exception(error)))}
-    if isinstance(error, RolloutError):
-        # The fault of another node than the rank's, or of none.
+    if isinstance(error, TrainerError) and hasattr(error, "node"):
         more["of_node"] = error.node
     if isinstance(error, PeerError):
         # A rank whose disk is full may leave no record of its own.

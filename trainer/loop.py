@@ -303,8 +303,6 @@ class Trainer:
             raise self.guard.fault(step.step)
         if skipped >= step.step == self.batches.total_steps:
             raise self.guard.fault(step.step, "in every step of the run")
-        if not step.targets:
-            self.reporter.note_no_target(step.step)
         means = figures.means(summed, step.targets, extremes, self.objective.counted)
         if means["loss"] is not None:
             state.loss_first = means["loss"] if state.loss_first is None else state.loss_first
@@ -426,9 +424,7 @@ class Trainer:
         note = optimizers.warmup_note(self.config.lr_scheduler, last)
         if note is not None:
             self.world.say(note)
-        state = self.checkpoints.load(
-            self.model.module, self.optimizer, self.identity, self._settings()
-        )
+        state = self.checkpoints.load(self.model.module, self.optimizer, self.identity)
         if state is None:
             return TrainerState()
         if state.step > last:

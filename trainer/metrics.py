@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +24,7 @@ from trainer.checkpoint.weights import named_parameters
 from trainer.layers import nf4
 from trainer.layers.attention import DocumentAttention
 from trainer.layers.linear import AdaptedLinear
-from trainer.model import Decoder, Role
+from trainer.model import Decoder
 
 GIB = 2**30
 GPUS = Path(__file__).parents[1] / "configs/gpus.yaml"
@@ -44,7 +43,6 @@ _GROUPS = {
         "tokens_per_second_per_gpu",
         "tflops_per_second_per_gpu",
         "mfu",
-        "hfu",
         "step_time_s",
         "data_wait_s",
         "checkpoint_blocked_s",
@@ -78,7 +76,7 @@ def memory(device: torch.device) -> dict[str, float]:
 
 def lines_until(path: Path, step: int) -> list[dict[str, Any]]:
     """The lines of a file of steps up to this one; what is no such line is left out."""
-    lines = [line for line in patiently(files.read_json_lines, path) if isinstance(line, dict)]
+    lines = patiently(files.read_json_lines, path)
     return [line for line in lines if isinstance(n := line.get("step"), int) and n <= step]
 
 
@@ -141,58 +139,47 @@ def model_flops(model: Decoder, frozen: bool = False) -> flops.ModelFlops:
     """
     heads = (model.score_head, model.output_head, model.embedding)
     output = next(head for head in heads if head is not None)
-    kind = model.adapter
+    prefix = next(name for name, module in model.named_modules() if module is model.blocks)
+    linear, shares, width = model.linear_layers(), model.expert_shares(), model.sizes()["num_heads"]
+    parameters, kind = dict(named_parameters(model)), model.adapter
     # What an adapter adds to blocks is in no linear layer.
-    added = kind is not None and bool(kind.declared.parts_of("block", "model"))
-    # The last norm may be the first that is trained.
-    return flops.count(
-        [*_stages(model, frozen), [_linear(model.final_norm, frozen)]],
-        _linear(output, frozen),
-        trained_before=added or any(p.requires_grad for p in model.embedding.parameters()),
-        backward=not frozen,
-    )
-
-
-def _stages(model: Decoder, frozen: bool) -> Iterator[flops.Stage]:
-    """The linear layers of the blocks and their attention, in the order of the forward pass."""
-    rows = set(model.linear_layers(Role.ROW))
-    heads = model.sizes()["num_heads"]
-    shares, parameters = dict(model.expert_shares()), dict(named_parameters(model))
-    for parent, names in groupby(model.linear_layers(), lambda name: name.rpartition(".")[0]):
-        layers = {name: model.get_submodule(name) for name in names}
-        yield [_linear(layer, frozen) for name, layer in layers.items() if name not in rows]
-        for attention in model.get_submodule(parent).children():
-            if isinstance(attention, DocumentAttention):
-                width = heads * (attention.head_dim + attention.value_dim) / 2
-                yield flops.Attention(width, attention.window)
-        if state := model.recurrent_state(parent):
-            yield flops.Recurrence(state)
-        yield [_linear(layer, frozen) for name, layer in layers.items() if name in rows]
-        block = parent.rpartition(".")[0]
-        # Once in a block, whatever other modules with linear layers it has.
-        if experts := [name for name in shares if name.startswith(f"{block}.")]:
-            yield [_expert(name, shares.pop(name), parameters, frozen) for name in experts]
+    flows = kind is not None and bool(kind.declared.parts_of("block", "model"))
+    flows = flows or any(p.requires_grad for p in model.embedding.parameters())
+    total = flops.ModelFlops(0.0, _linear(output, not frozen, frozen), 0.0)
+    for number, block in enumerate(model.blocks):
+        start = f"{prefix}.{number}."
+        flows = flows or any(p.requires_grad for p in block.parameters())
+        backward = flows and not frozen
+        layers = (model.get_submodule(name) for name in linear if name.startswith(start))
+        token = sum(_linear(layer, backward, frozen) for layer in layers)
+        for name, share in shares.items():
+            if name.startswith(start):
+                token += _expert(name, share, parameters, backward, frozen)
+        for name, module in block.named_modules(prefix=start[:-1]):
+            token += flops.recurrence(model.recurrent_state(name), backward)
+            if isinstance(module, DocumentAttention):
+                both = width * (module.head_dim + module.value_dim) / 2
+                total += flops.attention(both, module.window, backward)
+        total += flops.ModelFlops(token, 0.0, 0.0)
+    return total
 
 
 def _expert(
-    name: str, share: float, parameters: dict[str, nn.Parameter], frozen: bool
-) -> flops.Linear:
-    """The part of the experts' weights, or of a router's, that one token is multiplied with."""
+    name: str, share: float, parameters: dict[str, nn.Parameter], backward: bool, frozen: bool
+) -> float:
+    """FLOPs of the part of the experts' weights, or of a router's, that one token meets."""
     weight = parameters[name]
     owner, _, last = name.rpartition(".")
-    added = [p for n, p in parameters.items() if n.startswith(f"{owner}.adapters.{last}.")]
-    both = added and not frozen
-    a, b = (share * parameter.numel() for parameter in added) if both else (0.0, 0.0)
-    return flops.Linear(share * nf4.dense_numel(weight), weight.requires_grad, (a, b))
+    added = (p for n, p in parameters.items() if n.startswith(f"{owner}.adapters.{last}."))
+    adapter = 0.0 if frozen else share * sum(p.numel() for p in added)
+    return flops.linear(share * nf4.dense_numel(weight), weight.requires_grad, adapter, backward)
 
 
-def _linear(module: nn.Module, frozen: bool) -> flops.Linear:
-    """A linear layer with an adapter or not; a norm has no weights that count."""
-    weight = getattr(module, "weight", None)
-    if weight is None or weight.ndim < 2:
-        return flops.Linear(0, any(parameter.requires_grad for parameter in module.parameters()))
-    adapter = module.products if isinstance(module, AdaptedLinear) and not frozen else (0.0, 0.0)
-    return flops.Linear(nf4.dense_numel(weight), weight.requires_grad, adapter)
+def _linear(module: nn.Module, backward: bool, frozen: bool) -> float:
+    """FLOPs of a linear layer with an adapter or not."""
+    weight = module.weight
+    adapter = sum(module.products) if isinstance(module, AdaptedLinear) and not frozen else 0.0
+    return flops.linear(nf4.dense_numel(weight), weight.requires_grad, adapter, backward)
 
 
 def peak_tflops(device: torch.device) -> float | None:
@@ -239,9 +226,7 @@ class Work:
         return {
             "tokens_per_second_per_gpu": round(self.tokens / seconds / gpus, 1),
             "tflops_per_second_per_gpu": float(f"{tflops:.4g}"),
-            "mfu": None
-            if peak_tflops is None
-            else round(flops.utilisation(self.flops, seconds, gpus, peak_tflops), 4),
+            "mfu": None if peak_tflops is None else round(tflops / peak_tflops, 4),
         }
 
 
@@ -331,20 +316,6 @@ def progress_line(record: dict[str, Any], total_steps: int, epochs: int) -> str:
         f"grad norm {_number(record['grad_norm'], 8, 3)}  "
         f"{record['tokens_per_second_per_gpu']:>8,.0f} tok/s/GPU  {mfu}"
         f"mem {memory_gb:5.1f} GiB{left}"
-    )
-
-
-def totals_line(totals: dict[str, Any]) -> str:
-    """One line of a start's mean figures, as in progress.json."""
-    mfu, peak = totals["mfu"], totals["peak_memory_reserved_gb"]
-    skipped = totals["skipped_steps"]
-    return (
-        f"in {duration(totals['train_s'])}: "
-        f"{totals['tokens_per_second_per_gpu']:,.0f} tok/s/GPU, "
-        f"{'' if mfu is None else f'MFU {100 * mfu:.1f} %, '}"
-        f"{'' if peak is None else f'peak memory {peak:.1f} GiB, '}"
-        f"checkpoints held it up for {totals['checkpoint_blocked_s']:.1f} s"
-        f"{f', {skipped} updates skipped' if skipped else ''}"
     )
 
 

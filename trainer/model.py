@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from runspec.adapters import NUM_VIRTUAL, Adapter
-from trainer.config import TrainConfig
+from runspec.keys.train import ModelSpec
 from trainer.errors import ConfigError
 from trainer.sharded import full_tensor
 
@@ -252,7 +252,7 @@ class Decoder(nn.Module, ABC):
 
         These are the layers that `quantize_base` and fp8 change, not the embedding and the output.
         """
-        prefix = next(name for name, module in self.named_modules() if module is self.blocks)
+        prefix = name_of(self.blocks, self)
         wanted = [pattern for pattern, role in self.roles().items() if role in roles]
         return [
             name
@@ -298,7 +298,7 @@ class Decoder(nn.Module, ABC):
         own = [self.embedding, self.output_head]
         return [name for name, module in self.named_modules() if any(module is m for m in own)]
 
-    def fit(self, hf_config: dict[str, Any], config: TrainConfig) -> list[str]:
+    def fit(self, hf_config: dict[str, Any], spec: ModelSpec) -> list[str]:
         """Make the model compute what config.json says; return what differs, one line per fault.
 
         It is called once, on the meta device, before the model is laid out.
@@ -380,15 +380,6 @@ class Decoder(nn.Module, ABC):
         return rows
 
 
-class Loaded(NamedTuple):
-    """What an adapter's file means for a model."""
-
-    # Whole, by the model's own names; what is none of its names stays as it is.
-    tensors: dict[str, torch.Tensor]
-    # Of modules by name, which are set beside the tensors, such as a scale.
-    attributes: dict[str, dict[str, Any]]
-
-
 class AdapterKind(ABC):
     """One kind of adapter in one model: all that the rest of the trainer asks of it.
 
@@ -439,10 +430,6 @@ class AdapterKind(ABC):
         """True for the name of a parameter of this kind; all others are frozen."""
         return f".{name}".endswith(tuple(f".{part}" for part in self.declared.parts))
 
-    def identity(self, model: Decoder) -> dict[str, Any]:
-        """What else must stay the same between a checkpoint and the start that resumes it."""
-        return {}
-
     def to_peft(
         self, model: Decoder, hub: Hub, dtype: torch.dtype
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -457,6 +444,12 @@ class AdapterKind(ABC):
         }
         return tensors, dict(self.settings)
 
+    def check_type(self, settings: Mapping[str, Any] | None, faults: list[str]) -> None:
+        """Add to `faults` that adapter_config.json is of another kind."""
+        given = (settings or {}).get("peft_type", self.declared.peft_type)
+        if given != self.declared.peft_type:
+            faults.append(f"is a {given} adapter, the model's is {self.declared.peft_type}")
+
     def from_peft(
         self,
         model: Decoder,
@@ -464,8 +457,10 @@ class AdapterKind(ABC):
         tensors: dict[str, torch.Tensor],
         settings: Mapping[str, Any] | None,
         faults: list[str],
-    ) -> Loaded:
+    ) -> dict[str, torch.Tensor]:
         """The inverse, also of a file with the model's own names; adds what differs to `faults`.
+
+        Tensors are whole, by the model's own names; what is none of its names stays as it is.
 
         Args:
             settings: adapter_config.json; None if it does not lie beside the file.
@@ -475,12 +470,22 @@ class AdapterKind(ABC):
             for key, value in self.settings.items()
             if key in (settings or {}) and (settings or {})[key] != value
         ]
-        return Loaded({n.removeprefix(PEFT_PREFIX): t for n, t in tensors.items()}, {})
+        return {n.removeprefix(PEFT_PREFIX): t for n, t in tensors.items()}
 
 
 def plain_name(name: str) -> str:
     """A parameter's name without the part that activation checkpointing adds."""
     return name.replace("_checkpoint_wrapped_module.", "")
+
+
+def name_of(module: nn.Module, whole: nn.Module) -> str:
+    """The name of a module in a larger one."""
+    return next(name for name, each in whole.named_modules() if each is module)
+
+
+def pattern(name: str) -> str:
+    """A name with * in place of its block's number."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def _last(name: str) -> str:

@@ -4,7 +4,6 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -40,15 +39,12 @@ def build(
         ConfigError: it does not exist, or cannot work on parameters that are laid out like these.
     """
     named = [each if isinstance(each, Trained) else _unnamed(each) for each in trained]
-    parameters = [each.parameter for each in named]
     name = str(block.get("_component_"))
     if name in FUSED and not block.keys() & {"fused", "foreach"}:
         block = block | {"fused": True}
-    sharded = any(isinstance(each, DTensor) for each in parameters)
+    sharded = any(isinstance(each.parameter, DTensor) for each in named)
     if known := StepFacts(optimizer=name, sharded=sharded).faults():
         raise ConfigError(*known)
-    if name.startswith("bitsandbytes."):
-        _check_bitsandbytes(name, parameters)
     if name.startswith("torchao."):
         # It compiles its step, and torch's cache on the disk takes the code of sharded 8-bit state
         # for that of 4-bit or plain state ("'Tensor' object has no attribute 'codes'").
@@ -96,23 +92,6 @@ def _layout(parameter: torch.Tensor) -> str:
     mesh = parameter.device_mesh
     sizes = zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)
     return f"sharded, {', '.join(f'{name} {size}' for name, size in sizes)}"
-
-
-def _check_bitsandbytes(name: str, parameters: list[torch.nn.Parameter]) -> None:
-    """Its kernels read the memory of whole tensors on a GPU, whatever they are given."""
-    if any(isinstance(p, DTensor) for p in parameters):
-        fault = (
-            "cannot update sharded parameters; it works in a single process without "
-            "fsdp_cpu_offload and master_weights"
-        )
-    elif not parameters[0].is_cuda:
-        fault = "needs a GPU"
-    elif find_spec("bitsandbytes") is None:
-        fault = "needs bitsandbytes, which is not installed"
-    else:
-        return
-    eight_bit = f"torchao.optim.{'AdamW' if 'AdamW' in name else 'Adam'}8bit"
-    raise ConfigError(f"optimizer: {name} {fault}; use {eight_bit}")
 
 
 def schedule(block: dict[str, Any] | None, optimizer: Optimizer, steps: int) -> LRScheduler | None:

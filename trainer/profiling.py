@@ -1,7 +1,6 @@
 """torch.profiler by the config's `profiler` block; traces land where TensorBoard finds them."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,10 +16,9 @@ DETAILS = ("profile_memory", "with_stack", "record_shapes", "with_flops")
 SUMMARY_ROWS = 50
 
 
-@contextmanager
 def _recording(
     config: TrainConfig, world: World, settings: dict[str, Any]
-) -> Iterator[torch.profiler.profile]:
+) -> torch.profiler.profile:
     """Record what `profiler` describes."""
     folder, on_gpu = config.output_dir / files.PROFILE, world.device.type == "cuda"
     save_trace = tensorboard_trace_handler(str(folder), f"rank_{world.rank}")
@@ -34,7 +32,7 @@ def _recording(
     activities = [ProfilerActivity.CPU] if settings["cpu"] else []
     if settings["cuda"] and on_gpu:
         activities.append(ProfilerActivity.CUDA)
-    with torch.profiler.profile(
+    return torch.profiler.profile(
         activities=activities or [ProfilerActivity.CPU],
         schedule=torch.profiler.schedule(
             wait=settings["wait_steps"],
@@ -44,8 +42,7 @@ def _recording(
         ),
         on_trace_ready=write,
         **{name: settings[name] for name in DETAILS},
-    ) as profile:
-        yield profile
+    )
 
 
 def profiler(

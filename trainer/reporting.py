@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from runspec import files
+from runspec import files, progress
 from runspec.progress import Heartbeat
 from trainer import metrics
 from trainer.checkpoint.checkpoint import Checkpoints
@@ -17,7 +17,6 @@ from trainer.layers.batch import MicroBatch
 from trainer.methods.base import Models
 from trainer.parallel.device import described
 from trainer.parallel.world import World
-from trainer.progress import Progress
 
 # The watchdog (slurm/watchdog.py, with its number of median steps) ends ranks that hang: it has
 # their dumps written, and names the one that holds up the others. torch's own timeout is so much
@@ -45,8 +44,7 @@ class Reporter:
     ) -> None:
         self._config, self._world, self._policy = config, world, models.policy
         self._data, self._checkpoints, self._state = data, checkpoints, state
-        device = described(world.device)
-        self._progress = Progress(data.training.total_steps, attempt, device)
+        self._attempt, self._device = attempt, described(world.device)
         self._metrics = world.on_main(lambda: metrics.Metrics(config.output_dir, state.step))
         frozen = [models.teacher] if models.teacher else []
         if config.reference_kind:
@@ -57,7 +55,7 @@ class Reporter:
             self._flops += metrics.model_flops(model.module, frozen=True)
         # The known peaks are bf16's.
         self._peak_tflops = metrics.peak_tflops(world.device) if config.dtype == "bf16" else None
-        self._blocked_s, self._noted_no_target = 0.0, False
+        self._blocked_s = 0.0
         self.clock = metrics.Clock(state.step)
         logs = config.output_dir / files.LOGS / str(attempt)
         self._heartbeat = Heartbeat(logs if world.is_main else None)
@@ -125,10 +123,6 @@ class Reporter:
         left = self.clock.left(total)
         own = {**metrics.memory(world.device), "data_wait_s": lap.data_wait_s / max(lap.steps, 1)}
         highest = dict(zip(own, world.max(list(own.values())), strict=True))
-        peaks = vars(self._progress)
-        for name in ("peak_memory_allocated_gb", "peak_memory_reserved_gb"):
-            if highest[name]:
-                peaks[name] = round(max(highest[name], peaks[name] or 0), 3)
         blocked = self._checkpoints.blocked_s - self._blocked_s
         self._blocked_s = self._checkpoints.blocked_s
         record = {
@@ -148,20 +142,9 @@ class Reporter:
             "left_s": None if left is None else round(left, 1),
             "time": round(time.time(), 3),
         }
-        if values.get("reward") is not None:
-            self._progress.reward = values["reward"]
         if self._metrics is not None:
             self._metrics.write(record)
             self._world.say(metrics.progress_line(record, total, self._config.epochs))
-
-    def note_no_target(self, step: int) -> None:
-        """Say once that a step has no loss."""
-        if not self._noted_no_target:
-            self._noted_no_target = True
-            self._world.say(
-                f"note: step {step} has no token to train on, so it has no loss; "
-                "such samples hold no answer, or it begins after tokenizer.max_seq_len"
-            )
 
     def saved(self) -> None:
         """Report the checkpoints that were committed since the last call."""
@@ -170,32 +153,42 @@ class Reporter:
             self._world.say(f"saved checkpoints/step_{step}")
 
     def progress(self, state: str) -> None:
-        """Bring progress.json up to date (rank 0)."""
+        """Bring progress.json up to date (rank 0).
+
+        Args:
+            state: running, stopped or finished.
+        """
         if not self._world.is_main:
             return
-        now, committed = self._progress, self._checkpoints.committed
-        now.state, now.step = state, self._state.step
-        now.checkpoint_step = max(committed.steps(), default=0)
-        now.loss_first, now.loss_last = self._state.loss_first, self._state.loss_last
-        now.skipped_steps = self._state.skipped_steps
-        total = self.clock.total
-        if total.steps:
-            vars(now).update(total.rates(self._world.size, self._peak_tflops))
-            now.train_s = round(total.seconds, 3)
-        now.best_step, now.best_val_loss = committed.best() or (None, None)
-        now.checkpoint_blocked_s = round(self._checkpoints.blocked_s, 3)
-        now.write(self._config.output_dir)
+        now, total, committed = self._state, self.clock.total, self._checkpoints.committed
+        best_step, best_val_loss = committed.best() or (None, None)
+        rates = total.rates(self._world.size, self._peak_tflops)
+        facts = {
+            "state": state,
+            "attempt": self._attempt,
+            "step": now.step,
+            "total_steps": self._data.training.total_steps,
+            # The name of rank 0's GPU, or CPU.
+            "device": self._device,
+            "checkpoint_step": max(committed.steps(), default=0),
+            # The checkpoint with the lowest val_loss.
+            "best_step": best_step,
+            "best_val_loss": best_val_loss,
+            # Losses are None before step 1.
+            "loss_first": now.loss_first,
+            "loss_last": now.loss_last,
+            "skipped_steps": now.skipped_steps,
+            # Of this start alone, and None until it has trained.
+            **(rates if total.steps else dict.fromkeys(rates)),
+        }
+        progress.write(self._config.output_dir, facts)
 
     def finished(self) -> None:
-        """Mark the run finished and print its totals."""
+        """Mark the run finished."""
         self.progress("finished")
-        now = self._progress
-        span = "not measured"
-        if now.loss_first is not None and now.loss_last is not None:
-            span = f"{now.loss_first:.4f} -> {now.loss_last:.4f}"
-        self._world.say(f"finished: {self._state.step} steps on {now.device}, loss {span}")
-        if now.train_s is not None:
-            self._world.say(metrics.totals_line(vars(now)))
+        first, last = self._state.loss_first, self._state.loss_last
+        span = "not measured" if first is None or last is None else f"{first:.4f} -> {last:.4f}"
+        self._world.say(f"finished: {self._state.step} steps on {self._device}, loss {span}")
 
     def flush(self) -> None:
         """Bring the metrics to the disk."""

@@ -1,4 +1,4 @@
-"""Learning rate schedules with a warm-up; recipes name the first by torchtune's name."""
+"""The learning rate schedule that recipes name by torchtune's name."""
 
 import math
 
@@ -20,22 +20,5 @@ def get_cosine_schedule_with_warmup(
             return step / num_warmup_steps
         done = (step - num_warmup_steps) / max(1, num_training_steps - num_warmup_steps)
         return max(0.0, 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * done)))
-
-    return LambdaLR(optimizer, factor, last_epoch)
-
-
-def get_constant_schedule_with_warmup(
-    optimizer: Optimizer,
-    num_warmup_steps: int = 0,
-    num_training_steps: int | None = None,
-    last_epoch: int = -1,
-) -> LambdaLR:
-    """Rise linearly from 0 to the optimizer's lr over `num_warmup_steps`, then stay there.
-
-    `num_training_steps` is ignored; it lets this schedule replace the cosine schedule.
-    """
-
-    def factor(step: int) -> float:
-        return min(1.0, step / num_warmup_steps) if num_warmup_steps else 1.0
 
     return LambdaLR(optimizer, factor, last_epoch)

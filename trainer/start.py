@@ -11,10 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from runspec import files
+from runspec.files import patient_json
 from runspec.processes import end_with_torchrun
 from runspec.redact import redacted
 from trainer import config as configs
-from trainer import progress
 from trainer.config import TrainConfig
 from trainer.errors import TrainerError, describe, write_error_record
 from trainer.loop import Trainer
@@ -43,6 +43,9 @@ def main(path: Path, objective: type[Objective]) -> int:
 
 def run(config: TrainConfig, attempt: int, objective: type[Objective]) -> None:
     """Train from where the last start of the run stopped, then export."""
+    if config.cudnn_deterministic_mode:
+        # cuBLAS reads it at its first product; without it torch refuses its products in this mode.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     world = distributed.start(config.device, vars(config))
     if world.gather(_is_finished(config))[0]:
         world.say(f"already finished: see {config.output_dir / files.EXPORT}")
@@ -91,7 +94,7 @@ def _show_stacks_when_asked(logs: Path, rank: int) -> None:
 
 
 def _is_finished(config: TrainConfig) -> bool:
-    recorded = progress.recorded(config.output_dir)
+    recorded = patient_json(config.output_dir / files.PROGRESS) or {}
     return recorded.get("state") == "finished" and (config.output_dir / files.EXPORT).is_dir()
 
 

@@ -58,7 +58,7 @@ def train_config(job: Job, out: Path) -> dict[str, Any]:
             "weight_decay": engine.WEIGHT_DECAY,
         },
         "lr_scheduler": {
-            "_component_": "trainer.schedule.get_constant_schedule_with_warmup",
+            "_component_": "transformers.get_constant_schedule_with_warmup",
             "num_warmup_steps": engine.LR_WARMUP_STEPS,
         },
         "loss": {"_component_": "trainer.layers.loss.LinearCrossEntropy"},

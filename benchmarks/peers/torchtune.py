@@ -100,7 +100,7 @@ def recipe_config(job: Job) -> dict[str, Any]:
         },
         "optimizer_in_bwd": False,
         "lr_scheduler": {
-            "_component_": "trainer.schedule.get_constant_schedule_with_warmup",
+            "_component_": "transformers.get_constant_schedule_with_warmup",
             "num_warmup_steps": engine.LR_WARMUP_STEPS,
         },
         "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},

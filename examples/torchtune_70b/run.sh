@@ -23,7 +23,7 @@ head -n 1 "$chats"
 
 step "full fine-tuning: torchtune's llama3_1/70B_full"
 full=$(cookbook submit llama3_1/70B_full --model "$model" --data "$chats" --name guide-full --json \
-  "${tiny[@]}" ~custom_sharded_layers epochs=60 \
+  "${tiny[@]}" epochs=60 \
   +lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup \
   +lr_scheduler.num_warmup_steps=20 "${how[@]}" | run_of)
 

@@ -3,6 +3,7 @@
 The checks before the queue, doctor and the download all answer with findings.
 """
 
+import subprocess
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -14,7 +15,7 @@ from launcher.errors import CookbookError
 from launcher.recipe.model import Recipe, Resources
 from launcher.site import Site, with_site_defaults
 from launcher.slurm import executors
-from launcher.slurm.executors import Executor
+from launcher.slurm.job import Executor
 from launcher.slurm.limits import Rights
 
 
@@ -42,11 +43,6 @@ ok = partial(Finding, "ok")
 warning = partial(Finding, "warning")
 failed = partial(Finding, "failed")
 skipped = partial(Finding, "skipped")
-
-
-def of_error(subject: str, error: CookbookError) -> list[Finding]:
-    """Return the faults of an error, which name their remedies themselves."""
-    return [failed(subject, fault) for fault in error.faults]
 
 
 def faults_of(findings: Iterable[Finding]) -> list[str]:
@@ -97,16 +93,20 @@ class Context:
         return not any(path.is_relative_to(each) for each in self.cluster.node_paths)
 
 
-def findings(
-    subject: str, look: Callable[[Context], Iterable[Finding]], context: Context
-) -> list[Finding]:
-    """Return what one check finds; it may raise Skipped, and CookbookError with faults."""
+def findings(subject: str, look: Callable[..., Iterable[Finding]], *given: object) -> list[Finding]:
+    """Return what one check finds of what it is given, such as a Context.
+
+    It may raise Skipped, CookbookError with faults, and what the system refuses.
+    """
     try:
-        return list(look(context))
+        return list(look(*given))
     except Skipped as why:
         return [skipped(subject, str(why))]
     except CookbookError as error:
-        return of_error(subject, error)
+        # They name their remedies themselves.
+        return [failed(subject, fault) for fault in error.faults]
+    except (OSError, subprocess.SubprocessError) as error:
+        return [failed(subject, f"could not be checked: {error}", "fix that and try again")]
 
 
 def unreadable(path: Path) -> str | None:

@@ -16,9 +16,8 @@ from runspec.files import DamagedFile
 # Name -> module and one line of help, so that `cookbook --help` imports no command.
 _COMMANDS = {
     "start": ("start", "Write a recipe for your data and model, and show what it needs."),
-    "models": ("models", "List the model families, and what the trainer supports for each."),
     "recipes": ("recipes", "List the recipes, or show one with all settings resolved."),
-    "environments": ("environments", "List the environments in configs/environments."),
+    "environments": ("recipes", "List the environments in configs/environments."),
     "doctor": ("check", "Check whether this site can run the kit."),
     "download": ("check", "Download a recipe's model and dataset from the Hugging Face Hub."),
     "check": ("check", "Check everything that could stop a run, without submitting it."),
@@ -28,12 +27,12 @@ _COMMANDS = {
     "logs": ("observe", "Show or follow a run's logs."),
     "cancel": ("runs", "Cancel a run."),
     "resume": ("runs", "Continue a run from its last checkpoint."),
-    "sweep": ("sweep", "Run a recipe with many settings, as a job array."),
+    "sweep": ("sweep", "Run a recipe with many settings, a run each."),
     "results": ("results", "Compare runs: settings, loss, speed, memory, GPU-hours, cost."),
     "report": ("results", "Write an HTML report of runs."),
     "diff": ("results", "Show the differences between two runs."),
     "replay": ("results", "Submit a run once more, from its provenance."),
-    "profile": ("profile", "Show the slowest operators of a run's profiled steps."),
+    "profile": ("results", "Show the slowest operators of a run's profiled steps."),
     "tensorboard": ("observe", "Serve loss curves and profiler traces with TensorBoard."),
     "init": ("remote", "Install the kit on a cluster from this machine, and check it."),
     "fetch": ("remote", "Copy a run's model, adapter or logs from the cluster to this machine."),
@@ -47,7 +46,7 @@ _OF_THIS_MACHINE = ("fetch", "init")
 _GROUPS = {
     "Prepare": (
         "cookbook start faq.csv Qwen/Qwen3-8B",
-        "init start recipes models environments download check doctor",
+        "init start recipes environments download check doctor",
     ),
     "Run": (
         "cookbook submit llama70b_lora --nodes 2 --watch",

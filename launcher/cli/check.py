@@ -2,9 +2,9 @@
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict
-from itertools import chain
+from itertools import chain, tee
 from typing import Any
 
 import click
@@ -16,8 +16,9 @@ from launcher.check.samples import read as read_samples
 from launcher.cli import common
 from launcher.cli.common import note
 from launcher.cli.samples import lines as sample_lines
-from launcher.do import rehearse as rehearsal
 from launcher.do.submit import context, plan
+from launcher.errors import UsageFault
+from launcher.plugins import hook
 from launcher.recipe import load as recipe_file
 from launcher.slurm import executors
 
@@ -59,10 +60,8 @@ def check(
     # First, as the same start of the trainer answers for the components.
     sample_findings, shown = read_samples(checked, samples) if samples else ([], [])
     more = {"samples": shown} if samples else {}
-    refusals: list[Finding] = []
-    failed = _show(
-        chain(_noted(preflight.check(checked), refusals), sample_findings), as_json, **more
-    )
+    refusals, shown_first = tee(preflight.check(checked))
+    failed = _show(chain(shown_first, sample_findings), as_json, **more)
     if not as_json:
         for line in ["", *sample_lines(shown, common.colours()), ""] if shown else []:
             click.echo(line)
@@ -108,7 +107,12 @@ def doctor(
         raise click.UsageError(f"{overrides[0]} requires --rehearse RECIPE")
     site = sites.load(cluster)
     if rehearse:
-        folder, found = rehearsal.rehearse(site, rehearse, overrides, wait_s or 600, note)
+        # From the site, a recipe's name, overrides, seconds to wait and a function that says a line
+        # to the folder of the logs, and the findings.
+        rehearsed = hook("rehearse")
+        if rehearsed is None:
+            raise UsageFault("--rehearse: no plug-in that rehearses recipes is installed")
+        folder, found = rehearsed(site, rehearse, overrides, wait_s or 600, note)
         failed = _show(found, as_json, folder=str(folder))
     else:
         failed = _show(examination.examine(site, wait_s or 3), as_json)
@@ -137,13 +141,6 @@ def download(
     recipe, site = recipe_file.load(recipe_name, overrides, None, data, model), sites.load(cluster)
     for record in hub.download(recipe, site, note):
         click.echo(str(record))
-
-
-def _noted(findings: Iterable[Finding], into: list[Finding]) -> Iterator[Finding]:
-    """Yield findings as they come, and keep them."""
-    for finding in findings:
-        into.append(finding)
-        yield finding
 
 
 def _show(findings: Iterable[Finding], as_json: bool, **more: Any) -> int:

@@ -1,14 +1,15 @@
-"""cookbook recipes"""
+"""cookbook recipes and environments"""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import click
 
+from launcher import paths, yamlfile
 from launcher import site as sites
-from launcher import yamlfile
 from launcher.cli.common import cluster_option, note
 from launcher.errors import RecipeFault
+from launcher.recipe import environment
 from launcher.recipe import load as recipe_file
 from launcher.recipe.model import Recipe
 from launcher.recipe.needs import needs
@@ -31,6 +32,20 @@ def recipes(name: str | None, cluster: str | None) -> None:
         click.echo(f"{title:<{width}}  {method:<7} {layout:<13} {memory:>14}  {description}")
     if any(row[3] != "-" for row in rows):
         click.echo("Memory is computed, not measured; cookbook estimate NAME shows the terms.")
+
+
+@click.command()
+@cluster_option
+def environments(cluster: str | None) -> None:
+    """List the environments in configs/environments."""
+    site = sites.load(cluster)
+    names = yamlfile.names(paths.ENVIRONMENTS)
+    named = [environment.Environment.of(environment.record(each)) for each in names]
+    for each in named:
+        default = " (default of this site)" * (each.name == site.default_environment)
+        click.echo(f"{each.name:<16}  {each.kind:<9}  {each.description or ''}{default}")
+    if not named:
+        click.echo("no environments yet: the kit's own virtual environment is used")
 
 
 def _rows(root: Path) -> Iterator[tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""cookbook results, report, diff and replay"""
+"""cookbook results, report, diff, replay and profile"""
 
 import json
 import subprocess
@@ -12,6 +12,7 @@ from launcher.cli.common import cluster_option, flag, json_option, note, runs_ro
 from launcher.do import replay as replaying
 from launcher.errors import UnknownRun, UsageFault
 from launcher.look import diff as comparison
+from launcher.look import profile as profiles
 from launcher.look import report as reports
 from launcher.look.results import compare, ordered, table
 from launcher.run.find import every, find, none_yet
@@ -98,6 +99,21 @@ def diff(a: str, b: str, cluster: str | None) -> None:
 def replay(run: str, dry_run: bool, local: bool, cluster: str | None) -> None:
     """Submit a new run with the recipe, code and uncommitted changes of RUN."""
     site = sites.load(cluster)
-    again = replaying.prepare(find(runs_root(cluster), run), site, note)
-    argv = again.command(dry_run, local)
-    sys.exit(subprocess.run(argv, cwd=again.code, env=again.environment()).returncode)
+    options = ["--dry-run"] * dry_run + ["--local"] * local
+    again = replaying.prepare(find(runs_root(cluster), run), site, options, note)
+    sys.exit(subprocess.run(again.argv, cwd=again.code, env=again.environment).returncode)
+
+
+@click.command()
+@click.argument("run", default="last")
+@click.option(
+    "--top", type=click.IntRange(min=1), default=8, show_default=True, help="Number of operators."
+)
+@cluster_option
+def profile(run: str, top: int, cluster: str | None) -> None:
+    """Show the slowest operators of RUN's profiled steps.
+
+    Record them with: cookbook submit RECIPE --profile. cookbook tensorboard shows computation and
+    communication of each rank.
+    """
+    click.echo("\n".join(profiles.lines(find(runs_root(cluster), run), top)))

@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import shutil
 import sys
-from typing import Any
+from collections.abc import Sequence
 
 import click
 
+from launcher import paths, yamlfile
 from launcher import site as sites
 from launcher.cli import common
 from launcher.cli.common import note
 from launcher.do import sweep as workflow
 from launcher.plugins import hook
 from launcher.recipe import sweep as sweeps_of_the_kit
-from launcher.run.sweeps import SweepDirectory, every, find
-from launcher.run.sweeps import root as sweeps_root
+from launcher.run.directory import Run
+from launcher.run.sweeps import every, find
 from launcher.slurm import executors
-from launcher.slurm.executors import Executor
+from launcher.slurm.job import Executor
 
 
 @click.command()
 @click.argument("words", nargs=-1, metavar="[NAME] [KEY=VALUE]...")
 @common.resource_options
 @click.option("--parallel", type=click.IntRange(min=1), help="Maximum number of concurrent runs.")
-@common.flag(
-    "--dry-run", help="Print the prediction of every cell and the job arrays; submit nothing."
-)
+@common.flag("--dry-run", help="Print the prediction of every cell; submit nothing.")
 @common.flag("--resume", help="Restart the unfinished runs of the sweep NAME.")
 @common.flag("--local", help="Run on this host, without Slurm, one after the other.")
 @common.flag("--no-check", help="Skip the checks that can be skipped.")
@@ -41,7 +40,7 @@ def sweep(
     cluster: str | None,
     **resources: str | int | None,
 ) -> None:
-    """Run a recipe with many settings, as a job array with a limit on concurrent runs.
+    """Run a recipe with many settings, with a limit on concurrent runs.
 
     NAME is a file in configs/sweeps/, or the path of your own file. KEY=VALUE overrides a key in
     every cell. Each cell is a normal run. Running out of memory is a result. Without NAME, the
@@ -59,7 +58,9 @@ def sweep(
     if resume:
         if overrides or given or dry_run or no_check:
             raise click.UsageError("--resume can be combined only with --parallel and --local")
-        _resume(site, name, parallel, executor)
+        made = find(site.root, name)
+        parallel = parallel or int(made[0].submission["parallel"])
+        _start(made, workflow.to_resume(made, note), executor, parallel, again=True)
         return
     definition = sweeps_of_the_kit.load(name)
     planned = workflow.plan_sweep(definition, site, executor, overrides, given, parallel)
@@ -67,79 +68,66 @@ def sweep(
         _show(planned, executor, no_check)
         return
     made = workflow.submit_sweep(planned, note, no_check)
-    if executor.queued:
-        _tell(made)
-        return
-    _run_here(made, executor)
+    _start(made, made, executor, planned.parallel)
 
 
-def _predicted(planned: workflow.PlannedSweep) -> Any:
-    """What the hook "predicted_sweep" makes of name and recipe of each cell, the root of runs and
-    the name of a GPU: its `lines`. None without a plug-in that predicts.
+def _show(planned: workflow.PlannedSweep, executor: Executor, no_check: bool) -> None:
+    """Print what would be submitted, and what would refuse it.
+
+    The hook "predicted_sweep" makes of name and recipe of each cell, the root of runs and the name
+    of a GPU something with `lines`.
     """
-    predict = hook("predicted_sweep")
-    cells = [(cell.name, planned.runs[cell.number].recipe) for cell in planned.cells]
-    gpu = planned.sweep.gpu or planned.site.gpu
-    return None if predict is None else predict(cells, planned.site.root, gpu)
-
-
-def _show(
-    planned: workflow.PlannedSweep,
-    executor: Executor,
-    no_check: bool,
-) -> None:
-    """Print what would be submitted, and what would refuse it."""
-    predicted = _predicted(planned)
-    click.echo("\n".join(predicted.lines() if predicted else (c.name for c in planned.cells)))
-    for script in planned.scripts.values() if executor.queued else ():
-        click.echo(f"\n{script}", nl=False)
+    predict, site = hook("predicted_sweep"), planned.site
+    named = zip(planned.sweep.cells, planned.runs, strict=True)
+    cells = [(cell.name, run.recipe) for cell, run in named]
+    if predict:
+        lines = predict(cells, site.root, planned.sweep.gpu or site.gpu).lines()
+    else:
+        lines = [name for name, _ in cells]
+    click.echo("\n".join(lines))
+    how = f"at most {planned.parallel} concurrently" if executor.queued else "one after the other"
+    script = f"cookbook submit {planned.sweep.recipe} --dry-run"
+    click.echo(f"{len(cells)} jobs, {how}; the recipe's job script: {script}")
     for fault in workflow.faults(planned, no_check):
         note(f"warning: sweep would refuse this: {fault}")
 
 
-def _tell(made: SweepDirectory) -> None:
-    jobs = [job["job_id"] for job in made.record["jobs"]]
-    arrays = f"job array{'s' * (len(jobs) > 1)} {', '.join(jobs)}"
-    count, parallel = len(made.cells), made.record["parallel"]
-    click.echo(f"submitted {made.name}: {count} runs as {arrays}, at most {parallel} concurrently")
-    click.echo(f"  directory  {made.path}")
-    click.echo(f"  follow it  cookbook watch {made.name}   or   cookbook status {made.name}")
-    click.echo(f"  compare    cookbook results {made.name}   or   cookbook report {made.name}")
-
-
-def _run_here(made: SweepDirectory, executor: Executor) -> None:
+def _start(
+    runs: Sequence[Run],
+    chosen: Sequence[Run],
+    executor: Executor,
+    parallel: int,
+    again: bool = False,
+) -> None:
+    """Start chosen runs of a sweep; those on this host are followed to their end."""
+    name = runs[0].sweep
     try:
-        workflow.run_here(made, executor, note)
+        workflow.start_runs(chosen, executor, parallel, note, again)
     except KeyboardInterrupt:
         note(
-            "\nstopped starting runs; the running ones continue. Continue with: cookbook sweep "
-            f"--resume {made.name} --local"
+            "\nstopped starting runs; the started ones continue. Start the others with: cookbook "
+            f"sweep --resume {name}{'' if executor.queued else ' --local'}"
         )
         sys.exit(130)
-    count, left = len(made.cells), len(workflow.unfinished(made))
-    click.echo(f"{count - left} of {count} runs are done: cookbook results {made.name}")
-    sys.exit(1 if left else 0)
-
-
-def _resume(site: sites.Site, name: str, parallel: int | None, executor: Executor) -> None:
-    sweep = find(site.root, name)
     if not executor.queued:
-        _run_here(sweep, executor)
-        return
-    again = workflow.resume_sweep(sweep, note, parallel)
-    job = sweep.record["jobs"][-1]["job_id"]
-    click.echo(f"resumed {len(again)} runs of {sweep.name}, the last as job array {job}")
+        left = len(workflow.unfinished(runs))
+        click.echo(f"{len(runs) - left} of {len(runs)} runs are done: cookbook results {name}")
+        sys.exit(1 if left else 0)
+    verb = "resumed" if again else "submitted"
+    click.echo(f"{verb} {name}: {len(chosen)} runs, at most {parallel} concurrently")
+    click.echo(f"  follow it  cookbook watch {name}   or   cookbook status {name}")
+    click.echo(f"  compare    cookbook results {name}   or   cookbook report {name}")
 
 
 def _list(site: sites.Site) -> None:
     """Print the sweeps of the kit, and those that were started."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10**6
-    for name in sweeps_of_the_kit.names():
+    for name in yamlfile.names(paths.SWEEPS):
         known = sweeps_of_the_kit.load(name)
         line = f"{name:<20} {len(known.cells):>3} runs  {known.description}"
         click.echo(line[:width].rstrip())
     started = every(site.root)
     if started:
-        click.echo(f"\nstarted, in {sweeps_root(site.root)}:")
-    for made in started:
-        click.echo(f"  {made.name}")
+        click.echo("\nstarted:")
+    for name in started:
+        click.echo(f"  {name}")

@@ -2,9 +2,9 @@
 
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from launcher import paths, yamlfile
 from launcher.errors import UsageFault
@@ -18,31 +18,19 @@ from runspec import files
 _FOLDER = "replays"
 
 
-@dataclass(frozen=True)
-class Replay:
-    """A run that is ready to be submitted again, by the launcher of the code that made it."""
+class Replay(NamedTuple):
+    """What submits a run again: a command of the launcher of the code that made it."""
 
+    argv: list[str]
+    # The folder of that code.
     code: Path
-    recipe: Path
-    label: str
-    site: Site
-
-    def command(self, dry_run: bool, local: bool) -> list[str]:
-        """Return what submits it, to be run in the folder of the code."""
-        argv = [sys.executable, "-m", "launcher", "submit", str(self.recipe), "--name", self.label]
-        argv += ["--cluster", self.site.name] if self.site.name != "default" else []
-        return argv + ["--dry-run"] * dry_run + ["--local"] * local
-
-    def environment(self) -> dict[str, str]:
-        """Return the variables of that command."""
-        own = {"COOKBOOK_ROOT": str(self.site.root), "COOKBOOK_VENV": str(paths.venv_root())}
-        # A site's settings are no part of the code.
-        own |= {"COOKBOOK_CLUSTERS": str(paths.CLUSTERS), "PYTHONPATH": str(self.code)}
-        return {**os.environ, **own}
+    environment: dict[str, str]
 
 
-def prepare(run: Run, site: Site, say: Callable[[str], None]) -> Replay:
+def prepare(run: Run, site: Site, options: Sequence[str], say: Callable[[str], None]) -> Replay:
     """Make the code and the recipe of a run ready to be submitted, and say what cannot be the same.
+
+    options: of submit.
 
     Raises:
         UsageFault: the run cannot be replayed.
@@ -65,7 +53,12 @@ def prepare(run: Run, site: Site, say: Callable[[str], None]) -> Replay:
     files.write_text(copy, yamlfile.dump(config))
     say("not the same: nodes, the order of sums between ranks on GPUs; it begins at step 0")
     say(f"once it is submitted, compare both runs with: cookbook diff {run.name} last")
-    return Replay(kit, copy, run.name[16:-5], site)
+    argv = [sys.executable, "-m", "launcher", "submit", str(copy), "--name", run.name[16:-5]]
+    argv += ["--cluster", site.name] if site.name != "default" else []
+    own = {"COOKBOOK_ROOT": str(site.root), "COOKBOOK_VENV": str(paths.venv_root())}
+    # A site's settings are no part of the code.
+    own |= {"COOKBOOK_CLUSTERS": str(paths.CLUSTERS), "PYTHONPATH": str(kit)}
+    return Replay([*argv, *options], kit, {**os.environ, **own})
 
 
 def _code(run: Run, site: Site, say: Callable[[str], None]) -> Path:

@@ -25,11 +25,12 @@ from launcher.look.outcome import leaves
 from launcher.recipe import load as recipes
 from launcher.recipe import override
 from launcher.recipe.model import Recipe
-from launcher.run import built, code, provenance, sweeps, trust
+from launcher.run import built, code, provenance, trust
 from launcher.run.directory import Run, locked
 from launcher.run.states import State, living, state_of
 from launcher.site import Site
 from launcher.slurm import executors
+from launcher.slurm.job import Executor
 from runspec import files
 from runspec.keys.key import may_change
 from runspec.layout import Layout, LayoutError
@@ -67,9 +68,10 @@ class Changes:
 
 def resume(
     run: Run,
-    executor: executors.Executor | None = None,
+    executor: Executor | None = None,
     changes: Changes | None = None,
     say: Callable[[str], None] = lambda line: None,
+    after: str = "",
 ) -> bool:
     """Start a new job of a run; UsageFault if it is finished or a job of it is still there.
 
@@ -77,7 +79,7 @@ def resume(
 
     The job runs where the last one ran, or by the given executor. Its script follows the site's
     file. Changes are checked as submit checks a new run; if they, or the job, are refused, the run
-    stays as it was.
+    stays as it was. after: the id of a job that has to end before it begins.
     """
     with locked(run) as lease:
         if faults := run.broken():
@@ -101,7 +103,7 @@ def resume(
         if changes is None:
             with script_of_today(run, executor, say) as submission:
                 built.restore(run, say)
-                start(run, executor, lease, submission)
+                start(run, executor, lease, submission, after)
             return True
         if command := run.submission.get("command"):
             raise UsageFault(
@@ -116,13 +118,13 @@ def resume(
         refuse(preflight.faults(context(planned), changes.skip))
         built.ensure(planned.recipe.environment, changes.site.root, say)
         with _rewritten(run, planned.contents, planned.asked, kit):
-            start(run, executor, lease, changes.words)
+            start(run, executor, lease, changes.words, after)
         return True
 
 
 @contextmanager
 def script_of_today(
-    run: Run, executor: executors.Executor, say: Callable[[str], None]
+    run: Run, executor: Executor, say: Callable[[str], None]
 ) -> Iterator[list[str]]:
     """Render the job script from the site's file as it is now; yield what changed, for the record.
 
@@ -148,7 +150,7 @@ def script_of_today(
         yield [f"job.sbatch rendered again from {origin}"]
 
 
-def _rendered(run: Run, site_name: str, executor: executors.Executor) -> PlannedRun:
+def _rendered(run: Run, site_name: str, executor: Executor) -> PlannedRun:
     changes = Changes(sites.load(site_name))
     kit = code.of_run(run.path)
     templates = paths.TEMPLATES if kit is None else kit.folder / "templates"
@@ -240,7 +242,7 @@ def _refuse_unless_ended(run: Run, state: State) -> None:
 def _planned(
     run: Run,
     changes: Changes,
-    executor: executors.Executor,
+    executor: Executor,
     say: Callable[[str], None],
     templates: Path,
 ) -> tuple[PlannedRun, Changes]:
@@ -273,12 +275,11 @@ def _planned(
             raise UsageFault(faults)
     # <utc>-<label>-<4 hex>
     label = run.name[16:-5]
-    sweep_dir = sweeps.root(changes.site.root) / run.sweep if run.sweep else None
-    planned = plan(after, changes.site, executor, label, run.path, sweep_dir, templates)
+    planned = plan(after, changes.site, executor, label, run.path, run.sweep or "", templates)
     return planned, changes
 
 
-def _recipe(run: Run, changes: Changes, executor: executors.Executor) -> Recipe:
+def _recipe(run: Run, changes: Changes, executor: Executor) -> Recipe:
     """Return the run's own recipe with changes, under the name of the one it was made of."""
     file, made = run.path / files.RECIPE, run.submission
     recipe = recipes.load(str(file), changes.overrides, changes.options)

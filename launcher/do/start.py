@@ -23,7 +23,7 @@ from launcher.recipe.model import Recipe
 from launcher.recipe.needs import Needs, needs
 from launcher.site import Site
 from launcher.slurm import render
-from launcher.slurm.executors import Executor
+from launcher.slurm.job import Executor
 from runspec import prepared
 from runspec.keys.key import NAME, NAME_RULE
 

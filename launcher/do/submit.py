@@ -21,8 +21,9 @@ from launcher.recipe.model import Recipe, Resources
 from launcher.run import built, code, directory, provenance
 from launcher.run.directory import Run
 from launcher.site import Site, complete, with_site_defaults
-from launcher.slurm import executors, render
-from runspec import files, publish
+from launcher.slurm import render
+from launcher.slurm.job import Executor, token
+from runspec import files
 from runspec.keys.key import NAME, NAME_RULE
 
 
@@ -32,7 +33,7 @@ class PlannedRun:
 
     recipe: Recipe
     cluster: Site
-    executor: executors.Executor
+    executor: Executor
     path: Path
     contents: dict[str, str]
 
@@ -59,18 +60,18 @@ def asked_of(cluster: Site, resources: Resources) -> dict[str, Any]:
 def plan(
     recipe: Recipe,
     cluster: Site,
-    executor: executors.Executor,
+    executor: Executor,
     label: str | None = None,
     path: Path | None = None,
-    sweep_dir: Path | None = None,
+    sweep: str = "",
     templates: Path = paths.TEMPLATES,
 ) -> PlannedRun:
     """Work out a run without writing anything: what submit sends and --dry-run prints.
 
     What the recipe leaves open, the site's file says, and its registry.
 
-    path: the directory of a run that is there already; None for a new one. sweep_dir: the directory
-    of the sweep that it is part of. templates: of the code that the run uses.
+    path: the run's directory; None for one with a new name. sweep: the name of the sweep that it is
+    part of. templates: of the code that the run uses.
     """
     recipe = models.in_recipe(complete(recipe, cluster, executor), cluster)
     label = label or recipe.name
@@ -89,9 +90,7 @@ def plan(
         contents[files.PARAMETERS] = files.json_text(given[files.PARAMETERS])
     if recipe.records is not None:
         contents[files.ENGINE] = files.json_text(recipe.records.as_json())
-    contents[files.JOB_SCRIPT] = render.job_script(
-        recipe, cluster, path, label, sweep_dir, templates
-    )
+    contents[files.JOB_SCRIPT] = render.job_script(recipe, cluster, path, label, sweep, templates)
     return PlannedRun(recipe, cluster, executor, path, contents)
 
 
@@ -119,12 +118,11 @@ def submit(planned: PlannedRun, say: Callable[[str], None], skip: bool = False) 
     return run
 
 
-def record(planned: PlannedRun, kit: code.Code, named: bool = True, **more: Any) -> Run:
+def record(planned: PlannedRun, kit: code.Code, **more: Any) -> Run:
     """Make the directory of a planned run, or nothing.
 
     Args:
         kit: the copy of the kit's code that it uses.
-        named: False leaves it hidden, until its sweep has its name.
         more: fields of its submission.json.
     """
     recipe, cluster = planned.recipe, planned.cluster
@@ -136,7 +134,7 @@ def record(planned: PlannedRun, kit: code.Code, named: bool = True, **more: Any)
         files.SUBMISSION: files.json_text(made_of),
     }
     own_code = {".": recipe.code_root} if recipe.code_root else venv.own_packages()
-    return directory.create(planned.path, contents, kit, own_code, int(recipe.umask, 8), named)
+    return directory.create(planned.path, contents, kit, own_code, int(recipe.umask, 8))
 
 
 def submission(
@@ -151,10 +149,10 @@ def submission(
         asked: as asked_of returns it.
     """
     made_of = {"recipe": recipe, "recipe_file": str(file), "site": cluster.name, "asked": asked}
-    return {"run": path.name, **made_of, "token": executors.token(path.name), "jobs": []}
+    return {"run": path.name, **made_of, "token": token(path.name), "jobs": []}
 
 
-def start_first(run: Run, executor: executors.Executor) -> None:
+def start_first(run: Run, executor: Executor) -> None:
     """Start the first job of a run; if there is none nothing of the run is left."""
     try:
         with directory.locked(run) as lease:
@@ -167,11 +165,18 @@ def start_first(run: Run, executor: executors.Executor) -> None:
         raise
 
 
-def start(run: Run, executor: executors.Executor, lease: int, changes: Sequence[str] = ()) -> None:
+def start(
+    run: Run,
+    executor: Executor,
+    lease: int,
+    changes: Sequence[str] = (),
+    after: str = "",
+) -> None:
     """Give the run's job script to an executor, and record the job. lease is that of locked().
 
     A killed command leaves "starting" in the record: there may be a job, which its comment finds.
-    changes: how the recipe was changed for this job, for the record.
+    changes: how the recipe was changed for this job, for the record. after: the id of a job that
+    has to end before it begins.
     """
     before = {**run.submission, "jobs": run.all_jobs}
     before.pop("starting", None)
@@ -184,8 +189,8 @@ def start(run: Run, executor: executors.Executor, lease: int, changes: Sequence[
         run.write(files.SUBMISSION, {**before, "starting": known})
         try:
             earlier = {str(job.get("job_id")) for job in before["jobs"]}
-            script, token = run.path / files.JOB_SCRIPT, executors.token(run.name)
-            job = executor.start(script, token, lease, earlier)
+            script = run.path / files.JOB_SCRIPT
+            job = executor.start(script, token(run.name), lease, earlier, after)
         except SlurmTimeout:
             raise
         except (SlurmFault, OSError):
@@ -233,6 +238,5 @@ def refuse(faults: list[str]) -> None:
 
 
 def discard(run: Run) -> None:
-    """Remove a run that was never started, whether it has its name already or not."""
-    for path in (run.path, publish.hidden(run.path)):
-        shutil.rmtree(path, ignore_errors=True)
+    """Remove a run that was never started."""
+    shutil.rmtree(run.path, ignore_errors=True)

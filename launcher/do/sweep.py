@@ -1,17 +1,16 @@
-"""From a sweep to runs in a job array: plan every cell, check all, make the runs, start them."""
+"""From a sweep to its runs: plan every cell, check all, make the runs, start a job of each."""
 
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from launcher.check import preflight
 from launcher.check.recipe import ask_ahead
 from launcher.do.cancel import cancel
 from launcher.do.prepare import prepare
-from launcher.do.resume import script_of_today
+from launcher.do.resume import resume
 from launcher.do.submit import (
     PlannedRun,
     context,
@@ -21,7 +20,6 @@ from launcher.do.submit import (
     record,
     refuse,
     start,
-    submitted_now,
 )
 from launcher.errors import (
     RecipeFault,
@@ -31,17 +29,14 @@ from launcher.errors import (
     UsageFault,
 )
 from launcher.recipe import load as recipes
+from launcher.recipe.model import Recipe
 from launcher.recipe.override import key_of
 from launcher.recipe.sweep import Cell, Sweep
 from launcher.run import built, code, directory, sweeps
 from launcher.run.directory import Run
 from launcher.run.states import State, judged, state_of
-from launcher.run.sweeps import SweepDirectory
 from launcher.site import Site
-from launcher.slurm import executors, jobs, render
-from launcher.slurm.executor import living_tasks, start_array
-from launcher.slurm.executors import Executor
-from runspec import files
+from launcher.slurm.job import Executor
 
 Say = Callable[[str], None]
 # A label of a run has this many characters at most; a cell's number is added to the sweep's name.
@@ -52,46 +47,13 @@ _DONE = frozenset({"COMPLETED", "OUT_OF_MEMORY"})
 
 @dataclass(frozen=True)
 class PlannedSweep:
-    """A sweep that could be started: its future directory and each cell's run."""
+    """A sweep that could be started: its name, and the run of each cell."""
 
     sweep: Sweep
     site: Site
-    executor: Executor
-    path: Path
+    name: str
     parallel: int
-    runs: Mapping[int, PlannedRun]
-
-    @property
-    def cells(self) -> list[Cell]:
-        """The cells that are to run."""
-        return [cell for cell in self.sweep.cells if cell.number in self.runs]
-
-    @property
-    def arrays(self) -> list[list[int]]:
-        """The cells' numbers, those together that ask Slurm for the same: a job array each."""
-        groups: dict[tuple[str, ...], list[int]] = {}
-        for number, planned in self.runs.items():
-            groups.setdefault(render.asks_slurm_for(planned.script), []).append(number)
-        return list(groups.values())
-
-    @property
-    def named_arrays(self) -> list[tuple[str, list[int]]]:
-        """The arrays, each with the name of its script."""
-        return [(files.ARRAY_SCRIPT.format(k), tasks) for k, tasks in enumerate(self.arrays)]
-
-    @property
-    def scripts(self) -> dict[str, str]:
-        """The script of each job array by its file's name."""
-        return {
-            name: render.array_script(
-                self.path / name,
-                self.runs[tasks[0]].script,
-                len(tasks),
-                jobs.task_list(tasks),
-                self.parallel,
-            )
-            for name, tasks in self.named_arrays
-        }
+    runs: Sequence[PlannedRun]
 
 
 def plan_sweep(
@@ -108,21 +70,22 @@ def plan_sweep(
         overrides, options: of every cell, on top of its own.
         parallel: the maximum number of concurrent runs; None: as in its file.
     """
-    path = sweeps.root(site.root) / directory.new_name(sweep.name[:_LABEL])
-    planned: dict[int, PlannedRun] = {}
+    name = directory.new_name(sweep.name[:_LABEL])
+    planned: list[PlannedRun] = []
     faults: dict[str, list[str]] = {}
-    for cell in sweep.cells:
-        label = f"{sweep.name[:_LABEL]}-{cell.number:02d}"
+    for number, cell in enumerate(sweep.cells):
+        path = directory.runs_root(site.root) / sweeps.run_name(name, number)
+        label = path.name[16:-5]
         try:
             recipe = recipes.load(sweep.recipe, (*cell.overrides, *overrides), options)
-            planned[cell.number] = plan(recipe, site, executor, label, sweep_dir=path)
+            planned.append(plan(recipe, site, executor, label, path, name))
         except RecipeFault as error:
             for fault in error.faults:
                 faults.setdefault(fault, []).append(cell.name)
     if faults:
         texts = _with_cells(faults, len(sweep.cells))
         raise RecipeFault([f"{fault}; the sweep is {sweep.path}" for fault in texts])
-    return PlannedSweep(sweep, site, executor, path, parallel or sweep.parallel, planned)
+    return PlannedSweep(sweep, site, name, parallel or sweep.parallel, planned)
 
 
 def _with_cells(faults: Mapping[str, Sequence[str]], count: int) -> list[str]:
@@ -139,202 +102,111 @@ def faults(planned: PlannedSweep, skip: bool = False) -> list[str]:
     """Return what stands in the way of the runs; that one does not fit is no fault."""
     by_fault: dict[str, list[str]] = {}
     answers: dict[str, dict[str, Any]] = {}
-    contexts = {
-        number: replace(context(run), answers=answers) for number, run in planned.runs.items()
-    }
+    contexts = [replace(context(run), answers=answers) for run in planned.runs]
     if not skip:
-        ask_ahead(contexts.values(), answers)
-    for cell in planned.cells:
-        run = planned.runs[cell.number]
-        failed = [
-            finding
-            for finding in preflight.check(contexts[cell.number], skip)
-            if finding.state == "failed"
-        ]
-        for finding in failed:
-            if finding.subject != "GPU memory":
-                by_fault.setdefault(_repeatable(finding.line, run, cell), []).append(cell.name)
-    return _with_cells(by_fault, len(planned.cells))
+        ask_ahead(contexts, answers)
+    for cell, checked in zip(planned.sweep.cells, contexts, strict=True):
+        for finding in preflight.check(checked, skip):
+            if finding.state == "failed" and finding.subject != "GPU memory":
+                fault = _repeatable(finding.line, checked.recipe, cell)
+                by_fault.setdefault(fault, []).append(cell.name)
+    return _with_cells(by_fault, len(contexts))
 
 
-def _repeatable(fault: str, run: PlannedRun, cell: Cell) -> str:
+def _repeatable(fault: str, recipe: Recipe, cell: Cell) -> str:
     """Return a fault whose command for the download names the cell's own model and dataset."""
-    command = f"cookbook download {run.recipe.given_name}"
+    command = f"cookbook download {recipe.given_name}"
     wanted = ("hub", "checkpointer", "dataset")
     own = (text for text in cell.overrides if key_of(text).partition(".")[0] in wanted)
     return fault.replace(command, " ".join([command, *map(shlex.quote, own)]))
 
 
-def submit_sweep(
-    planned: PlannedSweep,
-    say: Say,
-    skip: bool = False,
-) -> SweepDirectory:
-    """Check, record and start a sweep: afterwards its runs are queued, or nothing of it is left.
-
-    Without job arrays the runs are recorded and not started; run_here() does that.
-    """
-    for each in planned.runs.values():
+def submit_sweep(planned: PlannedSweep, say: Say, skip: bool = False) -> list[Run]:
+    """Check a sweep and record all its runs, or none; start_runs() starts them."""
+    for each in planned.runs:
         prepare(each.recipe, planned.site, say)
     refuse(faults(planned, skip))
-    used = (each.recipe.environment for each in planned.runs.values())
+    used = (each.recipe.environment for each in planned.runs)
     for environment in {each.digest: each for each in used if each}.values():
         built.ensure(environment, planned.site.root, say)
     kit = code.present(planned.site.root)
+    known = {"sweep": planned.name, "parallel": planned.parallel, "cells": len(planned.runs)}
     made: list[Run] = []
-    token, arrays = executors.token(planned.path.name), planned.executor.queued
     with interrupted_later():
         try:
-            for cell in planned.cells:
-                known: dict[str, Any] = {"sweep": planned.path.name, "cell": cell.name}
-                known |= {"array": token, "task": cell.number} if arrays else {}
-                # A run that says which sweep it is of must not be seen before the sweep is.
-                made.append(record(planned.runs[cell.number], kit, named=False, **known))
-            sweep = sweeps.create(planned.path, _record(planned, token), planned.scripts)
+            for cell, run in zip(planned.sweep.cells, planned.runs, strict=True):
+                made.append(record(run, kit, **known, cell=cell.name))
         except BaseException:
-            for run in made:
-                discard(run)
+            for recorded in made:
+                discard(recorded)
             raise
-        sweep.name_runs()
-        if arrays:
-            _start_arrays(sweep, planned.arrays, planned.parallel)
-    return sweep
+    return made
 
 
-def _record(planned: PlannedSweep, token: str) -> dict[str, Any]:
-    sweep, runs = planned.sweep, planned.runs
-    cells = [
-        {
-            "number": cell.number,
-            "name": cell.name,
-            "overrides": list(cell.overrides),
-            "run": runs[cell.number].path.name,
-        }
-        for cell in planned.cells
-    ]
-    return {
-        "sweep": sweep.name,
-        "file": str(sweep.path),
-        "recipe": sweep.recipe,
-        "site": planned.site.name,
-        "parallel": planned.parallel,
-        "token": token,
-        "cells": cells,
-        "arrays": planned.arrays,
-        "jobs": [],
-    }
+def start_runs(
+    runs: Sequence[Run], executor: Executor, parallel: int, say: Say, again: bool = False
+) -> None:
+    """Start runs of a sweep, each as a job of its own.
 
+    In Slurm's queue each waits until the job `parallel` places before it has ended. Without a queue
+    they run one after the other.
 
-def _start_arrays(sweep: SweepDirectory, arrays: Sequence[Sequence[int]], parallel: int) -> None:
-    """Start these tasks of a sweep's arrays; each array begins when the one before it has ended.
-
-    So the limit on parallel runs holds for all of them together.
+    Args:
+        again: they have had jobs, and continue from their checkpoints; see resume().
     """
-    record = sweep.record
-    cells = {cell["number"]: cell for cell in sweep.cells}
-    after = ""
-    with directory.locked(Run(sweep.path)) as lease:
-        for place, tasks in enumerate(arrays):
-            if not tasks:
+    jobs: list[str] = []
+    for number, run in enumerate(runs, 1):
+        after = jobs[-parallel] if executor.queued and len(jobs) >= parallel else ""
+        try:
+            if not again:
+                with directory.locked(run) as lease:
+                    start(run, executor, lease, after=after)
+            elif not resume(run, executor, say=say, after=after):
                 continue
-            script, known = sweep.path / files.ARRAY_SCRIPT.format(place), {"tasks": list(tasks)}
-            try:
-                earlier = {str(job["job_id"]) for job in sweep.record["jobs"]}
-                job = start_array(script, record["token"], lease, earlier, tasks, parallel, after)
-            except SlurmTimeout:
-                raise
-            except SlurmFault as fault:
-                message = f"then start the remaining runs: cookbook sweep --resume {sweep.name}"
-                raise type(fault)([f"{each}; {message}" for each in fault.faults]) from fault
-            after = job["job_id"]
-            sweep.write({"jobs": [*sweep.record["jobs"], {**job, **known}]})
-            for task in tasks:
-                _record_job(sweep.run_of(cells[task]), {**job, "job_id": f"{after}_{task}"})
+        except SlurmTimeout:
+            raise
+        except (SlurmFault, RunFault) as fault:
+            message = f"then start the remaining runs: cookbook sweep --resume {run.sweep}"
+            raise type(fault)([f"{each}; {message}" for each in fault.faults]) from fault
+        jobs.append(str(run.job_id))
+        if not executor.queued:
+            _wait(run, f"{number}/{len(runs)}", say)
 
 
-def _record_job(run: Run, job: Mapping[str, Any]) -> None:
-    """Record the task of an array that runs a run."""
-    jobs = [*run.all_jobs, {**job, **submitted_now(run)}]
-    run.write(files.SUBMISSION, {**run.submission, "jobs": jobs})
+def _wait(run: Run, place: str, say: Say) -> None:
+    """Wait for the end of a run on this host, and say how it ended."""
+    name = run.submission.get("cell")
+    say(f"started {run.name}: {name}")
+    while not (state := state_of(run)).ended:
+        time.sleep(0.5)
+    detail = f" ({state.detail})" if state.detail else ""
+    say(f"{place} {state.word}: {name}{detail}")
 
 
-def unfinished(sweep: SweepDirectory) -> list[tuple[dict[str, Any], State]]:
-    """Return the cells that have not come to their end, with their states."""
-    cells = {cell["run"]: cell for cell in sweep.cells}
-    known = [(cells[run.name], state) for run, state in judged(sweep.runs)]
-    known.sort(key=lambda pair: int(pair[0]["number"]))
-    return [(cell, state) for cell, state in known if state.word not in _DONE]
+def unfinished(runs: Sequence[Run]) -> list[tuple[Run, State]]:
+    """Return the runs that have not come to their end, with their states."""
+    known = {run.name: state for run, state in judged(runs)}
+    return [(run, known[run.name]) for run in runs if known[run.name].word not in _DONE]
 
 
-def resume_sweep(
-    sweep: SweepDirectory, say: Say, parallel: int | None = None
-) -> list[dict[str, Any]]:
-    """Start again the cells that have ended and are not done, each from its checkpoint.
-
-    Their job scripts follow the site's file.
-
-    Returns:
-        Those cells; a cell that waits or runs is left alone.
+def to_resume(runs: Sequence[Run], say: Say) -> list[Run]:
+    """Return the runs of a sweep that have ended, or were never started, and are not done.
 
     Raises:
         UsageFault: there is none.
     """
-    record = sweep.record
-    sweep.name_runs()
-    alive = living_tasks(record["token"])
-    again = [
-        cell for cell, state in unfinished(sweep) if state.ended and cell["number"] not in alive
-    ]
-    if not again:
-        raise UsageFault(_nothing_left(sweep))
-    chosen = {cell["number"] for cell in again}
-    for cell in again:
-        run = sweep.run_of(cell)
-        with directory.locked(run), script_of_today(run, executors.choose(False), say):
-            pass
-        if not run.submission.get("array"):
-            # It ran on a host without Slurm until now.
-            run.write(
-                files.SUBMISSION,
-                {**run.submission, "array": record["token"], "task": cell["number"]},
-            )
-    arrays = [[task for task in tasks if task in chosen] for tasks in record["arrays"]]
-    _start_arrays(sweep, arrays, parallel or int(record["parallel"]))
-    return again
-
-
-def _nothing_left(sweep: SweepDirectory) -> str:
-    waiting = unfinished(sweep)
+    name, cells = runs[0].sweep, runs[0].submission.get("cells")
+    if len(runs) != cells:
+        say(f"note: {name} has {len(runs)} of its {cells} runs")
+    waiting = unfinished(runs)
+    if again := [run for run, state in waiting if state.ended]:
+        return again
     if not waiting:
-        return (
-            f"every cell of {sweep.name} is done: compare them with: cookbook results {sweep.name}"
-        )
-    return (
-        f"{len(waiting)} cells of {sweep.name} are pending or running, and the others are done: "
-        f"follow them with: cookbook watch {sweep.name}"
+        raise UsageFault(f"every run of {name} is done: compare them with: cookbook results {name}")
+    raise UsageFault(
+        f"{len(waiting)} runs of {name} are pending or running, and the others are done: follow "
+        f"them with: cookbook watch {name}"
     )
-
-
-def run_here(sweep: SweepDirectory, executor: Executor, say: Say) -> None:
-    """Run the cells that are not done as jobs of their own, one after the other.
-
-    Raises:
-        UsageFault: there is none.
-        RunFault: another command starts one of them.
-    """
-    sweep.name_runs()
-    left = [cell for cell, state in unfinished(sweep) if state.ended]
-    if not left:
-        raise UsageFault(_nothing_left(sweep))
-    for number, cell in enumerate(left, 1):
-        run = sweep.run_of(cell)
-        with directory.locked(run) as lease, script_of_today(run, executor, say) as changes:
-            start(run, executor, lease, changes)
-        say(f"started {run.name}: {cell['name']}")
-        while not (state := state_of(run)).ended:
-            time.sleep(0.5)
-        detail = f" ({state.detail})" if state.detail else ""
-        say(f"{number}/{len(left)} {state.word}: {cell['name']}{detail}")
 
 
 def cancel_all(runs: Sequence[Run]) -> list[str]:

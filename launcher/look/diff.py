@@ -11,6 +11,8 @@ from launcher.look.results import compare, table
 from launcher.look.text import plain
 from launcher.run.directory import Run
 
+_CHANGES = "uncommitted changes"
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -23,36 +25,51 @@ class Difference:
 
     @property
     def text(self) -> str:
-        return f"{self.name}  {_value(self.before)} -> {_value(self.after)}"
+        return f"{self.name}  {self._shown(self.before)} -> {self._shown(self.after)}"
 
-
-def _value(value: Any) -> str:
-    return "(not set)" if value is None else str(value)
+    def _shown(self, value: Any) -> str:
+        if self.name == _CHANGES and value != "none":
+            return f"{len(str(value).splitlines())} lines"
+        return "(not set)" if value is None else str(value)
 
 
 def differences(one: Run, other: Run) -> list[Difference]:
     """Return what two runs were given that was not the same."""
+    before, after = _facts(one), _facts(other)
     first, second = one.provenance, other.provenance
-    changed = list(mapped("configuration", configuration(one), configuration(other)))
-    changed += _code(_block(first, "kit"), _block(second, "kit"))
-    changed += mapped("packages", packages_of(first), packages_of(second))
-    system = ("python", "slurm")
-    changed += mapped("system", _some(first, system), _some(second, system))
-    model = ("folder", "revision")
-    changed += mapped(
-        "model", _some(_block(first, "model"), model), _some(_block(second, "model"), model)
-    )
-    # A run of an earlier version has no record of its data.
-    if "data" in first and "data" in second:
-        changed += mapped("data", _data(first), _data(second))
-    return changed
+    left_out = set()
+    if (used := _block(first, "kit").get("sha256")) and used == _block(second, "kit").get("sha256"):
+        left_out.add("code")  # the same code, whatever was committed meanwhile
+    if not ("data" in first and "data" in second):
+        left_out.add("data")  # a run of an earlier version has no record of it
+    return [
+        Difference(*key, before.get(key), after.get(key))
+        for key in {**before, **after}
+        if before.get(key) != after.get(key) and key[0] not in left_out
+    ]
 
 
-def mapped(part: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Difference]:
-    """Yield what differs between two mappings."""
-    for name in {**before, **after}:
-        if before.get(name) != after.get(name):
-            yield Difference(part, name, before.get(name), after.get(name))
+def _facts(run: Run) -> dict[tuple[str, str], Any]:
+    """Return all that a run was given, by part and name."""
+    record = run.provenance
+    kit, model = _block(record, "kit"), _block(record, "model")
+    parts: dict[str, Mapping[str, Any]] = {
+        "configuration": configuration(run),
+        "code": {
+            "commit": kit.get("commit"),
+            _CHANGES: str(kit.get("diff") or "none"),
+            "untracked files": ", ".join(map(str, kit.get("untracked") or [])) or "none",
+        },
+        "packages": dict(str(each).partition("==")[::2] for each in _list(record, "packages")),
+        "system": {name: record.get(name) for name in ("python", "slurm")},
+        "model": {name: model.get(name) for name in ("folder", "revision")},
+        "data": {
+            paths.own_name(str(each.get("file"))): each.get("sha256") or each.get("bytes")
+            for each in _list(record, "data")
+            if isinstance(each, dict)
+        },
+    }
+    return {(part, name): value for part, block in parts.items() for name, value in block.items()}
 
 
 def _block(record: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -60,42 +77,9 @@ def _block(record: Mapping[str, Any], name: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _some(record: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: record.get(name) for name in names}
-
-
-def packages_of(record: Mapping[str, Any]) -> dict[str, str]:
-    """Return the versions of the packages in a run's provenance by name."""
-    given = record.get("packages")
-    pairs = (str(each).partition("==")[::2] for each in given) if isinstance(given, list) else ()
-    return dict(pairs)
-
-
-def _data(record: Mapping[str, Any]) -> dict[str, Any]:
-    given = record.get("data")
-    listed = given if isinstance(given, list) else []
-    files = [each for each in listed if isinstance(each, dict)]
-    name = paths.own_name
-    return {name(str(each.get("file"))): each.get("sha256") or each.get("bytes") for each in files}
-
-
-def _code(before: dict[str, Any], after: dict[str, Any]) -> Iterator[Difference]:
-    if before.get("sha256") and before.get("sha256") == after.get("sha256"):
-        return  # the same code, whatever was committed meanwhile
-    yield from mapped("code", _some(before, ("commit",)), _some(after, ("commit",)))
-    old, new = str(before.get("diff") or ""), str(after.get("diff") or "")
-    if old != new:
-        yield Difference("code", "uncommitted changes", _size(old), _size(new))
-    if before.get("untracked") != after.get("untracked"):
-        yield Difference("code", "untracked files", _names(before), _names(after))
-
-
-def _size(diff: str) -> str:
-    return f"{len(diff.splitlines())} lines" if diff else "none"
-
-
-def _names(kit: dict[str, Any]) -> str:
-    return ", ".join(map(str, kit.get("untracked") or [])) or "none"
+def _list(record: Mapping[str, Any], name: str) -> list[Any]:
+    value = record.get(name)
+    return value if isinstance(value, list) else []
 
 
 def verdict(changed: list[Difference]) -> str:

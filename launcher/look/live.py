@@ -16,7 +16,7 @@ from rich.text import Text
 
 from launcher.look.lines import Growing, tail_start
 from launcher.look.logs import Tail
-from launcher.look.status import left_s, part_of, used_s
+from launcher.look.status import row
 from launcher.look.text import duration, number, percent, plain
 from launcher.look.watch import States
 from launcher.plugins import hooks
@@ -52,15 +52,15 @@ class View:
         while lines := self._metrics.new_lines():
             for line in lines:
                 try:
-                    row = files.parse_json(line)
-                    step, loss = row["step"], row["loss"]
+                    logged = files.parse_json(line)
+                    step, loss = logged["step"], logged["loss"]
                 except (ValueError, KeyError, TypeError):
                     continue
-                self._rows.append(row)
+                self._rows.append(logged)
                 if isinstance(loss, int | float) and math.isfinite(loss):
                     # Steps that were done again replace those that were lost.
                     self._losses[step] = loss
-                if isinstance(reward := row.get("reward"), int | float):
+                if isinstance(reward := logged.get("reward"), int | float):
                     self._rewards[step] = reward
         while lines := self._tail.new_lines():
             for line in lines:
@@ -90,25 +90,19 @@ class View:
         title = Text(f"{self.run.name}  ").append(state.word, style=f"bold {colour}")
         return Panel(Group(*parts), title=title, title_align="left", border_style=colour)
 
-    @property
-    def _newest(self) -> dict[str, Any]:
-        return self._rows[-1] if self._rows else {}
-
     def _progress(self, run: Run, state: State) -> RenderableType:
-        total = run.progress.get("total_steps")
-        step = self._newest.get("step", run.progress.get("step")) or 0
-        used, left = used_s(run, state), left_s(self._newest, total)
-        part = None if state.ended else part_of(run)
-        parts = [f"step {step}/{total or '?'}", *([part] if part else [])]
-        parts += [] if used is None else [f"used {duration(used)}"]
-        parts += [] if left is None or state.ended else [f"about {duration(left)} left"]
-        row = Table.grid(padding=(0, 2), expand=True)
-        row.add_column(ratio=1)
-        row.add_column(no_wrap=True)
+        known = row(run, state)
+        step, total, left = known["step"] or 0, known["total_steps"], known["left_s"]
+        parts = [f"step {step}/{total or '?'}", known["part"] or ""]
+        parts += ["" if known["used_s"] is None else f"used {duration(known['used_s'])}"]
+        parts += ["" if left is None else f"about {duration(left)} left"]
+        grid = Table.grid(padding=(0, 2), expand=True)
+        grid.add_column(ratio=1)
+        grid.add_column(no_wrap=True)
         done = isinstance(total, int) and isinstance(step, int)
         bar = ProgressBar(total or 1, step if done else 0, complete_style="cyan")
-        row.add_row(bar, Text(", ".join(parts)))
-        return row
+        grid.add_row(bar, Text(", ".join(filter(None, parts))))
+        return grid
 
     def _curve(self, width: int) -> list[RenderableType]:
         lines: list[RenderableType] = []
@@ -120,7 +114,7 @@ class View:
         return lines
 
     def _speed(self, run: Run) -> RenderableType:
-        newest = self._newest
+        newest = run.newest_metrics
         gpu, host = newest.get("peak_memory_reserved_gb"), newest.get("memory_rss_gb")
         parts = [
             number(newest.get("tokens_per_second_per_gpu"), ",.0f", " tokens/s per GPU"),

@@ -93,11 +93,6 @@ class Environment(EnvironmentKeys):
         return [*self.setup, *loads]
 
 
-def names() -> list[str]:
-    """Return the names of the records, sorted."""
-    return yamlfile.names(paths.ENVIRONMENTS)
-
-
 def record(given: str | Mapping[str, Any]) -> dict[str, Any]:
     """Return the block of an environment, given its name or itself; RecipeFault lists its faults.
 
@@ -108,7 +103,7 @@ def record(given: str | Mapping[str, Any]) -> dict[str, Any]:
     given = str(given)
     path = paths.ENVIRONMENTS / f"{given}.yaml"
     if not path.is_file():
-        known = names()
+        known = yamlfile.names(paths.ENVIRONMENTS)
         message = f"there are {', '.join(known)}" if known else "there are none"
         raise RecipeFault(
             f"there is no environment {given!r}{nearest(given, known)}: {message} in "
@@ -134,7 +129,7 @@ def environment_faults(given: Any, start: str = "") -> Iterator[Fault]:
         ("image", container),
         ("binds", container),
         ("options", container),
-        ("dependencies", kind in ("venv", "modules")),
+        ("dependencies", not container),
     ):
         if given.get(key) and not fits:
             yield Fault(f"{start}{key}", f"{start}{key} has no meaning for kind: {kind}")

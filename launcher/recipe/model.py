@@ -121,11 +121,6 @@ class Resources(ResourceKeys):
         return {name.replace("_", "-"): value for name, value in given.items() if value is not None}
 
     @property
-    def rollout_nodes(self) -> int:
-        """Number of additional nodes that generate answers."""
-        return 0 if self.rollout == "same" else int(self.rollout)
-
-    @property
     def world_size(self) -> int:
         """Number of ranks: one per GPU."""
         return self.nodes * self.gpus_per_node
@@ -133,7 +128,7 @@ class Resources(ResourceKeys):
     @property
     def allocated_nodes(self) -> int:
         """Number of nodes that the job asks Slurm for, those that generate included."""
-        return self.nodes + self.rollout_nodes
+        return self.nodes + self.rollout
 
     @property
     def time_s(self) -> int | None:

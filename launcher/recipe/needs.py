@@ -23,18 +23,6 @@ class Needs(Protocol):
         """Memory of a rank's GPU at the peak of a step."""
 
     @property
-    def step_s(self) -> float:
-        """Seconds of a step."""
-
-    @property
-    def rate(self) -> float:
-        """Tokens per second per GPU."""
-
-    @property
-    def lowest_rate(self) -> float:
-        """The lowest that is to be expected of it."""
-
-    @property
     def hours(self) -> float:
         """Hours that the given tokens take, or an epoch."""
 
@@ -46,14 +34,12 @@ def needs(
     gpu: str | None = None,
     *,
     tokens: int | None = None,
-    network_gbits: float | None = None,
 ) -> Needs | None:
     """Return what a resolved recipe needs on these GPUs; None without a plug-in that computes it.
 
     Args:
         gpu: a name of configs/gpus.yaml; None for the default.
         tokens: to train; None for an epoch.
-        network_gbits: Gbit/s per GPU between nodes; None for what is usual with the GPU.
 
     Raises:
         CookbookError: it cannot be computed.
@@ -61,5 +47,5 @@ def needs(
     compute = hook("needs")
     if compute is None:
         return None
-    found: Needs = compute(config, nodes, gpus_per_node, gpu, tokens, network_gbits)
+    found: Needs = compute(config, nodes, gpus_per_node, gpu, tokens)
     return found

@@ -25,7 +25,7 @@ _OF_CELL = table(
     Key("name", "text", "Its own name.", REQUIRED),
     Key("set", "open block", "Values of the recipe's keys."),
 )
-# Slurm's own limit of a job array is MaxArraySize, 1001 unless the site says otherwise.
+# Each is a job of its own in Slurm's queue.
 MOST_CELLS = 1000
 _PARALLEL = 4
 
@@ -34,7 +34,6 @@ _PARALLEL = 4
 class Cell:
     """One run of a sweep: its name, and the overrides that make it of the recipe."""
 
-    number: int
     name: str
     overrides: tuple[str, ...]
 
@@ -50,11 +49,6 @@ class Sweep:
     cells: tuple[Cell, ...]
     parallel: int = _PARALLEL
     gpu: str | None = None
-
-
-def names() -> list[str]:
-    """Return the names of the sweeps that the kit ships, sorted."""
-    return yamlfile.names(paths.SWEEPS)
 
 
 def load(name: str) -> Sweep:
@@ -112,16 +106,16 @@ def _faults(content: Mapping[str, Any]) -> Iterator[str]:
 
 def _cells(content: Mapping[str, Any], shared: tuple[str, ...]) -> Iterator[Cell]:
     if content.get("list") is not None:
-        for number, cell in enumerate(content["list"]):
+        for cell in content["list"]:
             own = tuple(_overrides(cell.get("set") or {}))
-            yield Cell(number, cell["name"], (*shared, *own))
+            yield Cell(cell["name"], (*shared, *own))
     if content.get("grid") is None:
         return
     axes = [[*_axis(str(axis), values)] for axis, values in content["grid"].items()]
-    for number, chosen in enumerate(product(*axes) if axes else ()):
+    for chosen in product(*axes) if axes else ():
         name = ", ".join(each for each, _ in chosen)
         own = tuple(text for _, texts in chosen for text in texts)
-        yield Cell(number, name, (*shared, *own))
+        yield Cell(name, (*shared, *own))
 
 
 def _axis(axis: str, values: Any) -> Iterator[tuple[str, tuple[str, ...]]]:

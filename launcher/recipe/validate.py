@@ -43,9 +43,8 @@ def faults(config: Mapping[str, Any], entry: Entry) -> Iterator[Fault]:
 def _rollout_faults(resources: Any, entry: Entry) -> Iterator[Fault]:
     """Yield what rollout nodes do not go together with."""
     key, given = "resources.rollout", resources if isinstance(resources, dict) else {}
-    if given.get("rollout") in (None, "same"):
-        return
-    if entry.method is None or not entry.method.samples_answers:
+    samples_answers = entry.method is not None and entry.method.samples_answers
+    if given.get("rollout") and not samples_answers:
         yield Fault(key, f"{key}: this entry generates no answers; leave it out")
 
 

@@ -150,7 +150,8 @@ def _fill(environment: Environment, path: Path) -> None:
         raise PreflightFault(_reason(environment, done.stderr))
     own, kit = next(path.glob("lib/python*/site-packages")), venv.site_packages()
     if environment.pins and kit:
-        (own / "_cookbook.pth").write_text(f"{kit}\n", encoding="utf-8")
+        folders = dict.fromkeys((kit, venv.torch_folder()))
+        (own / "_cookbook.pth").write_text("".join(f"{each}\n" for each in folders), "utf-8")
     content = {"dependencies": list(environment.dependencies), "packages": wanted}
     (path / _RECORD).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
@@ -173,8 +174,15 @@ def _program() -> Path:
     return paths.venv_root() / "bin" / "uv"
 
 
+def _wheels() -> Path:
+    """Return uv's settings at a site without internet, which setup.sh --from writes."""
+    return paths.venv_root() / "uv.toml"
+
+
 def _uv(argv: Sequence[str], text: str = "") -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([str(_program()), *argv], input=text, capture_output=True, text=True)
+    wheels = ["--config-file", str(_wheels())] if _wheels().is_file() else []
+    argv = [str(_program()), *wheels, *argv]
+    return subprocess.run(argv, input=text, capture_output=True, text=True)
 
 
 def _reason(environment: Environment, output: str) -> str:
@@ -196,6 +204,9 @@ def _reason(environment: Environment, output: str) -> str:
         r"^(error: )?(No solution found when resolving dependencies\W*(cause\W*)?)?", "", text
     )
     reason = f"environment.dependencies cannot be built: {text[:600].rstrip('.')}"
+    if _wheels().is_file():
+        add = "bash setup.sh --bundle FOLDER --recipe FILE (docs/offline.md)"
+        return f"{reason}: add what is missing where there is network: {add}"
     if not environment.pins:
         return f"{reason}: correct them in {environment.place}"
     remedy = "correct yours, or set environment.pins=false for an environment without them"

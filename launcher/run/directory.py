@@ -4,14 +4,14 @@ import os
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from launcher.errors import RunFault
 from launcher.run import code, snapshot, trust
-from launcher.slurm.executors import Job, token
+from launcher.slurm.job import Job, token
 from runspec import files, lock, publish
 
 # The fields of a Job that are kept in submission.json and, those that it knows, in status.json.
@@ -65,10 +65,9 @@ class Run:
     def newest_metrics(self) -> dict[str, Any]:
         """The last logged step, {} before the first; of a long file only the end is read."""
         try:
-            value = files.last_json_line(self.path / files.METRICS)
+            return files.last_json_line(self.path / files.METRICS)
         except OSError:
-            value = None
-        return value if isinstance(value, dict) else {}
+            return {}
 
     @property
     def asked(self) -> dict[str, Any]:
@@ -114,12 +113,7 @@ class Run:
         known: dict[str, Any] = {
             key: str(newest[key]) for key in _JOB_KEYS if newest.get(key) is not None
         }
-        submission = self.submission
-        job = Job(token(self.name), **known)
-        array, task = submission.get("array"), submission.get("task")
-        if isinstance(array, str) and isinstance(task, int):
-            return replace(job, array=array, task=task)
-        return job
+        return Job(token(self.name), **known)
 
     @property
     def own_status(self) -> dict[str, Any]:
@@ -178,22 +172,18 @@ class Run:
     def _read_or_fault(self, name: str) -> tuple[dict[str, Any], str]:
         path = f"{self.path}/{name}"
         try:
-            value = files.read_json(path)
+            return files.read_object(path) or {}, ""
         except OSError as error:
             return {}, f"{path} cannot be read ({error.strerror})"
-        except ValueError:
-            value = ""
-        if value is None or isinstance(value, dict):
-            return value or {}, ""
-        message = f"{path} is broken (not a JSON object)"
-        return {}, f"{message}: move it away with: mv {path} {path}.broken"
+        except files.DamagedFile:
+            message = f"{path} is broken (not a JSON object)"
+            return {}, f"{message}: move it away with: mv {path} {path}.broken"
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
         try:
-            values = files.read_json_lines(self.path / name)
+            return files.read_json_lines(self.path / name)
         except OSError:
             return []
-        return [value for value in values if isinstance(value, dict)]
 
 
 @dataclass(frozen=True)
@@ -235,7 +225,6 @@ def create(
     kit: code.Code,
     own_code: Mapping[str, Path] | None = None,
     umask: int = 0o077,
-    named: bool = True,
 ) -> Run:
     """Make a run directory whole, or not at all: its files are written before it gets its name.
 
@@ -245,7 +234,6 @@ def create(
         own_code: the user's own files and folders, of which the run takes copies, by their names
             in its folder code; "." is that folder itself.
         umask: 0o077 keeps the run private, 0o027 lets the group read it.
-        named: False leaves it hidden, for whoever makes several runs at once.
 
     Raises:
         RunFault: it cannot be made there.
@@ -259,7 +247,7 @@ def create(
             # A private run may have made the folder of all runs.
             with suppress(PermissionError):
                 root.chmod(root.stat().st_mode | 0o050)
-        with publish.folder(path, "refuse" if named else None, alone=True) as folder:
+        with publish.folder(path, "refuse", alone=True) as folder:
             trust.close(folder, umask=umask)
             (folder / files.LOGS).mkdir()
             # Slurm would create it with permissions of its own.

@@ -3,12 +3,13 @@
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from launcher.errors import RunFault, SlurmFault
-from launcher.run import sweeps
 from launcher.run.directory import Run, Snapshot, locked
-from launcher.slurm.executors import Executor, Job, JobState, executor_of
+from launcher.slurm.executors import executor_of
+from launcher.slurm.job import Executor, Job
+from launcher.slurm.job import State as State
 from runspec import files
 from runspec.states import FINAL
 
@@ -18,23 +19,6 @@ _WAITS = frozenset({"", "RETRYING", "REQUEUED", "INTERRUPTED"})
 _GOES_BACK = frozenset({"requeued", "preempted"})
 # So much of a job's log is read; a script that ends before its first attempt writes little.
 _LOG_BYTES = 65536
-
-
-@dataclass(frozen=True)
-class State:
-    """The state of a run, and where it comes from.
-
-    word: the state that a user sees. source: status.json, squeue, sacct, this host or nobody.
-    ended: no job of the run runs or waits. job_id: that of its newest job. elsewhere: that job
-    belongs to another host or cluster.
-    """
-
-    word: str
-    source: str
-    detail: str = ""
-    ended: bool = False
-    job_id: str | None = None
-    elsewhere: bool = False
 
 
 def state_of(run: Run) -> State:
@@ -87,7 +71,7 @@ def judged(wanted: Iterable[Run]) -> Iterator[tuple[Run, State]]:
         try:
             job_states = executor.states(list(jobs.values()))
         except SlurmFault as fault:
-            nothing = JobState(None, "nobody", detail=fault.faults[0])
+            nothing = State("", "nobody", fault.faults[0])
             job_states = {job.token: nothing for job in jobs.values()}
         for name, job in jobs.items():
             # Read anew: its last word may have come while Slurm was asked.
@@ -133,37 +117,32 @@ def _from_status(run: Run) -> State:
     return State(word, "status.json", detail, ended=True, job_id=run.job_id)
 
 
-def _judge(run: Run, job: JobState) -> State:
+def _judge(run: Run, job: State) -> State:
     """Return the state of a run whose job has not written a final one."""
     status, own, resume = run.status, own_state(run), f"continue with: cookbook resume {run.name}"
     message, job_id = str(status.get("message") or ""), job.job_id or run.job_id
-    if own in FINAL and (job.ended or job.state is None) and job_id == run.job_id:
+    if own in FINAL and (job.ended or not job.word) and job_id == run.job_id:
         return _from_status(run)
-    if job.state is None and _not_started(run) and (job.ended or not run.job.array):
+    if not job.word and run.sweep and not (run.all_jobs or run.starting):
         explanation = f"not started yet; start it with: cookbook sweep --resume {run.sweep}"
-        if not (sweeps.root(run.path.parent.parent) / str(run.sweep)).is_dir():
-            explanation = (
-                f"never started, and its sweep {run.sweep} is gone; start it separately with: "
-            )
-            explanation += f"cookbook resume {run.name}, or remove it with: rm -r {run.path}"
         return State("PENDING", "nobody", explanation, True)
-    if job.state is None and not job.ended:  # cannot be asked now
+    if not job.word and not job.ended:  # cannot be asked now
         word = own or "UNKNOWN"
         return State(word, "status.json", job.detail, job_id=job_id, elsewhere=job.elsewhere)
-    if job.state is None and own == "INTERRUPTED":
+    if not job.word and own == "INTERRUPTED":
         if status.get("cause") in _GOES_BACK:
             message += ", and it has since left the queue: cancelled there, or Slurm lost it"
         return State(own, "status.json", f"{message}; {resume}", ended=True, job_id=job_id)
-    if job.state is None:
+    if not job.word:
         last = f"its last state was {own}" if own else f"it has written no state{_log_says(run)}"
         return State("UNKNOWN", "nobody", f"{job.detail}, {last}; {resume}", True, job_id)
     # What the status says about an earlier job is no news about this one.
     message = message if own and str(status.get("job_id")) == job_id else ""
     if job.ended:
         started = [message or job.detail]
-        if not message and job.state != "COMPLETED":
+        if not message and job.word != "COMPLETED":
             started += [_how_far(run, own)]
-        details = [", ".join(filter(None, started)), "" if job.state == "COMPLETED" else resume]
+        details = [", ".join(filter(None, started)), "" if job.word == "COMPLETED" else resume]
     elif message:
         details = [f"attempt {status.get('attempt')} ended: {message}", job.detail]
     else:
@@ -171,12 +150,7 @@ def _judge(run: Run, job: JobState) -> State:
     if not job.ended and _is_cancelled(run, job_id):
         details.insert(0, "cancelled, and ending")
     detail = "; ".join(filter(None, details))
-    return State(job.state, job.source, detail, job.ended, job_id)
-
-
-def _not_started(run: Run) -> bool:
-    """Whether it is a run of a sweep that has been given no job yet."""
-    return bool(run.sweep) and not (run.all_jobs or run.starting)
+    return State(job.word, job.source, detail, job.ended, job_id)
 
 
 def _is_cancelled(run: Run, job_id: str | None) -> bool:

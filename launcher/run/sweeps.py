@@ -1,175 +1,61 @@
-"""A sweep's directory: which runs it has, and the job arrays that they were given.
+"""Sweeps: each run of one has the sweep's name with a number in it, and its record names the sweep.
 
-<shared folder>/sweeps/<utc>-<name>-<4 hex>/
-    sweep.json       recipe, settings and run of each cell; the arrays
-    array_<k>.sbatch one script for the cells that ask Slurm for the same
-    tasks/<n>        a link to the run of cell n
+20261122-204051-study-255b has the runs 20261122-204051-study-00-255b, ...-01-255b and so on.
 """
 
-import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from launcher.errors import RunFault, UnknownRun, nearest
-from launcher.run import find as runs
+from launcher.errors import UnknownRun, nearest
+from launcher.run import find as finding
 from launcher.run.directory import Run, runs_root
-from runspec import files, publish
 
-_NAME = re.compile(r"\d{8}-\d{6}-(?P<label>[A-Za-z0-9][A-Za-z0-9._-]{0,63})-[0-9a-f]{4}\Z")
-
-
-@dataclass(frozen=True)
-class SweepDirectory:
-    """A sweep that was started."""
-
-    path: Path
-
-    @property
-    def name(self) -> str:
-        return self.path.name
-
-    @property
-    def record(self) -> dict[str, Any]:
-        """The content of sweep.json.
-
-        Raises:
-            RunFault: it cannot be read.
-        """
-        path = self.path / files.SWEEP
-        try:
-            value = files.read_json(path)
-        except (OSError, ValueError) as error:
-            raise RunFault(f"{path} cannot be read: {error}") from error
-        if not isinstance(value, dict) or not isinstance(value.get("cells"), list):
-            raise RunFault(f"{path} contains no sweep: start a new one with: cookbook sweep NAME")
-        return value
-
-    @property
-    def cells(self) -> list[dict[str, Any]]:
-        """Its cells in order: number, name, overrides and run."""
-        return [cell for cell in self.record["cells"] if isinstance(cell, dict)]
-
-    def run_of(self, cell: Mapping[str, Any]) -> Run:
-        """Return the run of a cell."""
-        return Run(runs_root(self.path.parent.parent) / str(cell["run"]))
-
-    @property
-    def runs(self) -> list[Run]:
-        """The runs that are still there, in the order of the cells."""
-        runs = [self.run_of(cell) for cell in self.cells]
-        return [run for run in runs if run.path.is_dir()]
-
-    def name_runs(self) -> None:
-        """Give its runs their names, which they get once the sweep has its own.
-
-        Raises:
-            RunFault: one cannot be renamed.
-        """
-        for run in map(self.run_of, self.cells):
-            made = publish.hidden(run.path)
-            if made.is_dir() and not run.path.exists():
-                try:
-                    os.rename(made, run.path)
-                except OSError as error:
-                    raise RunFault(
-                        f"cannot rename {made} to {run.name}: {error.strerror}"
-                    ) from error
-
-    def write(self, change: Mapping[str, Any]) -> None:
-        """Change fields of sweep.json.
-
-        Raises:
-            RunFault: it cannot be written.
-        """
-        Run(self.path).write(files.SWEEP, {**self.record, **change})
+_RUN = re.compile(r"(?P<begin>\d{8}-\d{6}-.+)-(?P<number>\d{2,4})(?P<end>-[0-9a-f]{4})\Z")
 
 
-def root(shared: Path) -> Path:
-    """Return the folder of all sweeps, in the shared folder."""
-    return shared / files.SWEEPS
+def run_name(sweep: str, number: int) -> str:
+    """Return the name of the run of a sweep's cell."""
+    return f"{sweep[:-5]}-{number:02d}{sweep[-5:]}"
 
 
-def create(path: Path, record: Mapping[str, Any], scripts: Mapping[str, str]) -> SweepDirectory:
-    """Make a sweep's directory whole, or not at all; its runs are made already, and hidden.
-
-    Raises:
-        RunFault: it cannot be made.
-    """
-    try:
-        with publish.folder(path, "refuse", alone=True) as temporary:
-            temporary.chmod(temporary.stat().st_mode & ~0o027)
-            (temporary / files.TASKS).mkdir()
-            for cell in record["cells"]:
-                link = temporary / files.TASKS / str(cell["number"])
-                link.symlink_to(Path("..", "..", "..", "runs", cell["run"]))
-            for name, text in scripts.items():
-                files.write_text(temporary / name, text)
-            files.write_json(temporary / files.SWEEP, dict(record))
-    except OSError as error:
-        raise RunFault(
-            f"cannot make the sweep's directory {path}: {error.strerror or error}: set "
-            "COOKBOOK_ROOT to a folder that you own, with free space, on the shared filesystem"
-        ) from error
-    return SweepDirectory(path)
+def every(shared: Path) -> dict[str, list[Run]]:
+    """Return the runs of all sweeps by the sweep's name, oldest first, each in the cells' order."""
+    numbered: dict[str, list[tuple[int, Run]]] = {}
+    for run in finding.every(runs_root(shared)):
+        if match := _RUN.match(run.name):
+            numbered.setdefault(match["begin"] + match["end"], []).append(
+                (int(match["number"]), run)
+            )
+    by_name = {
+        name: [run for _, run in sorted(runs, key=lambda pair: pair[0])]
+        for name, runs in sorted(numbered.items())
+    }
+    # A run that is none of a sweep's may have such a name, too.
+    return {name: runs for name, runs in by_name.items() if runs[0].sweep == name}
 
 
-def every(shared: Path) -> list[SweepDirectory]:
-    """Return all sweeps, oldest first."""
-    try:
-        names = [entry.name for entry in os.scandir(root(shared)) if _NAME.match(entry.name)]
-    except OSError:
-        return []
-    return [SweepDirectory(root(shared) / name) for name in sorted(names)]
-
-
-def find(shared: Path, wanted: str) -> SweepDirectory:
-    """Return the sweep that wanted names: its name, a unique part of it, or last.
-
-    The name of its file means the newest of that name.
-    """
+def find(shared: Path, wanted: str) -> Sequence[Run]:
+    """Return the runs of a sweep, by its name, or by that of its file: the newest of that name."""
     known = every(shared)
-    if sweep := _match(known, wanted):
-        return sweep
+    if runs := _named(known, wanted):
+        return runs
     if not known:
-        raise UnknownRun(
-            f"there is no sweep in {root(shared)} yet: start one with: cookbook sweep NAME"
-        )
-    hint = nearest(wanted, [each.name for each in known])
-    names = ", ".join(each.name for each in known[-3:])
-    raise UnknownRun(f"no sweep, or more than one, matches {wanted!r}{hint}; the newest: {names}")
+        raise UnknownRun("there is no sweep yet: start one with: cookbook sweep NAME")
+    names = ", ".join([*known][-3:])
+    raise UnknownRun(f"no sweep is named {wanted!r}{nearest(wanted, known)}; the newest: {names}")
 
 
-def _match(known: Sequence[SweepDirectory], wanted: str) -> SweepDirectory | None:
-    if wanted == "last":
-        return known[-1] if known else None
-    labels = ((each, _NAME.match(each.name)) for each in known)
-    named = [each for each, label in labels if label and wanted in (each.name, label["label"])]
-    if named:
-        return named[-1]
-    parts = [each for each in known if wanted and wanted in each.name]
-    return parts[0] if len(parts) == 1 else None
+def _named(known: dict[str, list[Run]], wanted: str) -> list[Run]:
+    # <utc>-<label>-<4 hex>
+    return next((known[name] for name in reversed(known) if wanted in (name, name[16:-5])), [])
 
 
-def runs_of(shared: Path, wanted: Iterable[str]) -> list[Run]:
-    """Return the runs that words name, each a run or a sweep, in order and without repeats.
-
-    A sweep goes before a run if its whole name, or that of its file, is given.
-    """
-    known, chosen = every(shared), []
+def runs_of(shared: Path, wanted: Sequence[str]) -> list[Run]:
+    """Return the runs that words name, each a run or a sweep, in order and without repeats."""
+    root, chosen = runs_root(shared), list[Run]()
+    # Of whole names of runs, of which there may be thousands, the others are not looked at.
+    known = {} if all((root / word).is_dir() for word in wanted) else every(shared)
     for word in wanted:
-        labels = {match["label"] for each in known if (match := _NAME.match(each.name))}
-        exact = word in labels or any(word == each.name for each in known)
-        sweep = _match(known, word) if exact else None
-        if sweep is None:
-            try:
-                chosen.append(runs.find(runs_root(shared), word))
-                continue
-            except UnknownRun:
-                sweep = None if word == "last" else _match(known, word)
-                if sweep is None:
-                    raise
-        chosen += sweep.runs
+        chosen += _named(known, word) or [finding.find(root, word)]
     return list(dict.fromkeys(chosen))

@@ -1,11 +1,9 @@
 """The only place that runs Slurm's commands; what the checks of a site and of a recipe ask."""
 
-from launcher.slurm.cluster import Node as Node
 from launcher.slurm.cluster import Nodes as Nodes
 from launcher.slurm.cluster import Partition as Partition
 from launcher.slurm.cluster import configuration as configuration
 from launcher.slurm.cluster import gpus_of as gpus_of
-from launcher.slurm.cluster import nodes as nodes
 from launcher.slurm.cluster import partitions as partitions
 from launcher.slurm.cluster import version as version
 from launcher.slurm.command import EXPORT as EXPORT

@@ -14,12 +14,23 @@ _QUICK_S = 5
 
 @dataclass(frozen=True)
 class Nodes:
-    """Nodes of a partition that are alike. memory_mb and cpus are per node."""
+    """Nodes of a partition that are alike, as sinfo reports them.
+
+    gpus (by type, "" if Slurm knows none), memory_mb and cpus are per node. reason: why they are
+    down or drained.
+    """
 
     count: int
     gpus: dict[str, int]
     memory_mb: int
     cpus: int
+    state: str = "idle"
+    reason: str = ""
+
+    @property
+    def usable(self) -> bool:
+        """Whether a job can start on them now or once others have ended."""
+        return re.sub(r"[^a-z-]", "", self.state) in ("idle", "mixed", "allocated", "completing")
 
 
 @dataclass(frozen=True)
@@ -37,37 +48,16 @@ class Partition:
         return sum(kind.count for kind in self.kinds)
 
 
-@dataclass(frozen=True)
-class Node:
-    """A node as sinfo reports it, in one of its partitions."""
-
-    name: str
-    partition: str
-    state: str
-    gres: str
-    reason: str
-
-    @property
-    def usable(self) -> bool:
-        """Whether a job can start on it now or once others have ended."""
-        return re.sub(r"[^a-z-]", "", self.state) in ("idle", "mixed", "allocated", "completing")
-
-    @property
-    def gpus(self) -> dict[str, int]:
-        """GPUs by type, "" if Slurm knows no type."""
-        return gpus_of(self.gres)
-
-
 def partitions(hidden: bool = False) -> dict[str, Partition]:
     """Return the partitions that this user may see, by name; hidden: all others too."""
     by_name: dict[str, Partition] = {}
-    argv = ["sinfo", "--noheader", "--format=%R|%P|%D|%l|%a|%G|%m|%c"]
+    argv = ["sinfo", "--noheader", "--format=%R|%P|%D|%l|%a|%G|%m|%c|%T|%E"]
     for line in run([*argv, "--all"] if hidden else argv, timeout_s=20).splitlines():
-        fields = line.strip().split("|")
-        if len(fields) != 8:
+        fields = line.strip().split("|", 9)
+        if len(fields) != 10:
             continue
-        name, marked, count, limit, available, gres, memory, cpus = fields
-        kind = Nodes(_number(count), gpus_of(gres), _number(memory), _number(cpus))
+        name, marked, count, limit, available, gres, memory, cpus, *health = fields
+        kind = Nodes(_number(count), gpus_of(gres), _number(memory), _number(cpus), *health)
         # Nodes that differ come in several lines.
         kinds = (*by_name[name].kinds, kind) if name in by_name else (kind,)
         by_name[name] = Partition(name, limit, marked.endswith("*"), available == "up", kinds)
@@ -85,13 +75,6 @@ def gpus_of(gres: str) -> dict[str, int]:
     for kind, count in re.findall(r"(?:^|,)gpu(?::([A-Za-z][\w.-]*))?:(\d+)", gres):
         gpus[kind] = gpus.get(kind, 0) + int(count)
     return gpus
-
-
-def nodes() -> list[Node]:
-    """Return every node that this user may see, once for each of its partitions."""
-    argv = ["sinfo", "--Node", "--noheader", "--format=%N|%R|%T|%G|%E"]
-    rows = (line.split("|", 4) for line in run(argv, timeout_s=_QUICK_S).splitlines())
-    return [Node(*(value.strip() for value in row)) for row in rows if len(row) == 5]
 
 
 def configuration() -> dict[str, str]:

@@ -1,13 +1,13 @@
 """Slurm as an executor of job scripts."""
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from launcher.errors import RunFault, SlurmFault, SlurmTimeout
 from launcher.slurm import cluster, jobs
-from launcher.slurm.job import Job, JobState
+from launcher.slurm.job import Job, State
 from launcher.slurm.reasons import why_pending
 
 # A controller that was busy reads the request of an sbatch that has ended within this time.
@@ -28,20 +28,20 @@ class SlurmExecutor:
         return f"job {job_id}" if job_id else "no job"
 
     def start(
-        self, script: Path, token: str, lease: int, earlier: Collection[str]
+        self, script: Path, token: str, lease: int, earlier: Collection[str], after: str = ""
     ) -> dict[str, Any]:
         here = _here()
-        job_id = jobs.submit(script, token, lease, earlier)
+        job_id = jobs.submit(script, token, lease, earlier, after)
         return {"job_id": job_id, **(here or _here())}
 
-    def states(self, wanted: Sequence[Job]) -> dict[str, JobState]:
+    def states(self, wanted: Sequence[Job]) -> dict[str, State]:
         # Recently ended jobs too: squeue would hide them, and accounting is often off.
         queue = _by_token(jobs.queue())
-        queued = {job.token: _newest(_jobs_of(job, queue), job.job_id) for job in wanted}
+        queued = {job.token: _newest(queue.get(job.token, []), job.job_id) for job in wanted}
         known = {token: _queued(job) for token, job in queued.items() if job}
         for job in wanted:
             if job.token not in known and (place := _elsewhere(job)):
-                known[job.token] = JobState(None, "nobody", detail=place, elsewhere=True)
+                known[job.token] = State("", "nobody", place, elsewhere=True)
         gone = [job for job in wanted if job.token not in known]
         accounted = jobs.accounting(job.job_id for job in gone if job.job_id)
         return known | {job.token: _ended(job, accounted.get(job.job_id or "")) for job in gone}
@@ -64,40 +64,6 @@ class SlurmExecutor:
             # One of them may have ended a moment ago, which Slurm calls an error.
             if any(state != "COMPLETING" for state in _living(job).values()):
                 raise
-
-
-def start_array(
-    script: Path,
-    token: str,
-    lease: int,
-    earlier: Collection[str],
-    tasks: Sequence[int],
-    parallel: int,
-    after: str,
-) -> dict[str, Any]:
-    """Start these tasks of a job array, `parallel` at a time, as an executor's start() does a job.
-
-    Args:
-        after: the id of an array that has to end before, "" for none.
-    """
-    here = _here()
-    options = [f"--array={jobs.task_list(tasks)}%{parallel}"]
-    options += [f"--dependency=afterany:{after}"] if after else []
-    job_id = jobs.submit(script, token, lease, earlier, options)
-    return {"job_id": job_id, **(here or _here())}
-
-
-def living_tasks(array: str) -> dict[int, str]:
-    """Return the tasks of the arrays with this token that wait or run: job ids by number.
-
-    Raises:
-        SlurmFault: Slurm cannot be asked.
-    """
-    queued = _by_token(jobs.queue()).get(array, [])
-    # Slurm cleans up after a task that is COMPLETING: nothing of it runs.
-    over = {*jobs.ENDED, "COMPLETING"}
-    living = [job.job_id for job in queued if job.state not in over and "_" in job.job_id]
-    return {int(job_id.partition("_")[2]): job_id for job_id in living}
 
 
 def _here() -> dict[str, str]:
@@ -129,25 +95,16 @@ def _elsewhere(job: Job) -> str:
 def _by_token(queue: Sequence[jobs.QueuedJob]) -> dict[str, list[jobs.QueuedJob]]:
     """Return the jobs by their comment, the oldest first."""
     by_token: dict[str, list[jobs.QueuedJob]] = {}
-    for job in sorted(queue, key=_age):
+    for job in sorted(queue, key=lambda each: int(each.job_id)):
         by_token.setdefault(job.comment, []).append(job)
     return by_token
 
 
-def _jobs_of(job: Job, queue: Mapping[str, list[jobs.QueuedJob]]) -> list[jobs.QueuedJob]:
-    """Return the jobs of a run, the oldest first: its own ones, and its task of a job array."""
-    own, task = queue.get(job.token, []), f"_{job.task}"
-    tasks = [each for each in queue.get(job.array or "", []) if each.job_id.endswith(task)]
-    return sorted([*own, *tasks], key=_age)
-
-
-def _age(job: jobs.QueuedJob) -> int:
-    return int(job.job_id.partition("_")[0])
-
-
 def _living(job: Job) -> dict[str, str]:
-    queue = _jobs_of(job, _by_token(jobs.queue()))
-    return {each.job_id: each.state for each in queue if each.state not in jobs.ENDED}
+    queue = _by_token(jobs.queue())
+    return {
+        each.job_id: each.state for each in queue.get(job.token, []) if each.state not in jobs.ENDED
+    }
 
 
 def _newest(queued: Sequence[jobs.QueuedJob], job_id: str | None) -> jobs.QueuedJob | None:
@@ -162,13 +119,13 @@ def _newest(queued: Sequence[jobs.QueuedJob], job_id: str | None) -> jobs.Queued
     return known[-1] if known else None
 
 
-def _ended(job: Job, state: str | None) -> JobState:
+def _ended(job: Job, state: str | None) -> State:
     if state is None:
-        return JobState(None, "nobody", True, "its job is gone from the queue")
-    return JobState(state, "sacct", state in jobs.ENDED, "", job.job_id)
+        return State("", "nobody", "its job is gone from the queue", True)
+    return State(state, "sacct", "", state in jobs.ENDED, job.job_id)
 
 
-def _queued(job: jobs.QueuedJob) -> JobState:
+def _queued(job: jobs.QueuedJob) -> State:
     detail = f"on {job.nodes}" if job.nodes else ""
     if job.state in jobs.HELD or job.reason.startswith("JobHeld"):
         detail = f"{job.reason}: release it with: scontrol release {job.job_id}"
@@ -179,4 +136,4 @@ def _queued(job: jobs.QueuedJob) -> JobState:
         detail = ", ".join(parts)
     elif job.state in jobs.ENDED and job.reason not in ("", "None"):
         detail = ", ".join(filter(None, [detail, job.reason]))
-    return JobState(job.state, "squeue", job.state in jobs.ENDED, detail, job.job_id)
+    return State(job.state, "squeue", detail, job.state in jobs.ENDED, job.job_id)

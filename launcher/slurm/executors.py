@@ -1,20 +1,9 @@
 """What runs a job script: Slurm, or this host. Nothing else knows which of them a run uses."""
 
 from launcher.slurm.executor import SlurmExecutor
-from launcher.slurm.job import Executor, Job, JobState, token
+from launcher.slurm.job import Executor
 from launcher.slurm.local import LocalExecutor
 from runspec.states import LOCAL_PREFIX
-
-__all__ = [
-    "Executor",
-    "Job",
-    "JobState",
-    "choose",
-    "executor_of",
-    "named",
-    "title",
-    "token",
-]
 
 _LOCAL, _SLURM = LocalExecutor(), SlurmExecutor()
 

@@ -17,8 +17,7 @@ class Job:
 
     job_id is None if nobody wrote it down: the token finds such a job in Slurm's queue. host and
     process_start (ticks since boot) are those of a job that runs without Slurm; cluster, controller
-    and slurm_conf say where Slurm has it, None if nobody wrote that down. A run of a sweep is a
-    task of a job array: array is the array's token, task its number.
+    and slurm_conf say where Slurm has it, None if nobody wrote that down.
     """
 
     token: str
@@ -28,23 +27,22 @@ class Job:
     cluster: str | None = None
     controller: str | None = None
     slurm_conf: str | None = None
-    array: str | None = None
-    task: int | None = None
 
 
 @dataclass(frozen=True)
-class JobState:
-    """An executor's knowledge of a job.
+class State:
+    """The state of a job, or of a run, and where it comes from.
 
-    state: one of Slurm's words; None if it knows nothing. source: who said so. ended: the job has
-    ended, though Slurm may requeue it a moment later. detail: why it waits or where it runs.
-    elsewhere: it belongs to another host or cluster, and only there can it be asked for.
+    word: the state that a user sees; "" if an executor knows nothing of a job. source: status.json,
+    squeue, sacct, this host or nobody. detail: why it waits, where it runs, or how it ended. ended:
+    no job runs or waits, though Slurm may requeue one a moment later. job_id: that of the newest
+    job. elsewhere: that job belongs to another host or cluster, and only there can it be asked for.
     """
 
-    state: str | None
+    word: str
     source: str
-    ended: bool = False
     detail: str = ""
+    ended: bool = False
     job_id: str | None = None
     elsewhere: bool = False
 
@@ -63,13 +61,13 @@ class Executor(Protocol):
         """Return how messages name a job: "job 4711" or "process 4711"."""
 
     def start(
-        self, script: Path, token: str, lease: int, earlier: Collection[str]
+        self, script: Path, token: str, lease: int, earlier: Collection[str], after: str = ""
     ) -> dict[str, Any]:
         """Start a job script and return what finds the job again: fields of a Job.
 
         lease is the open file that locks the run: it stays locked until the job is there, or
         nothing can make it any more, even if this process is killed. earlier: the ids of the jobs
-        that the run has had.
+        that the run has had. after: the id of a job that has to end before this one begins.
 
         Raises:
             SlurmFault: Slurm refused the script, and there is no job.
@@ -77,7 +75,7 @@ class Executor(Protocol):
             OSError: the script cannot be started here.
         """
 
-    def states(self, jobs: Sequence[Job]) -> Mapping[str, JobState]:
+    def states(self, jobs: Sequence[Job]) -> Mapping[str, State]:
         """Return the state of each job by its token.
 
         Raises:

@@ -19,7 +19,7 @@ _ENDED = (
 )
 ENDED = frozenset(_ENDED.split())
 
-_JOB_ID = re.compile(r"\d+(?:_\d+)?\Z")
+_JOB_ID = re.compile(r"\d+\Z")
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,7 @@ class QueuedJob:
     comment: str = ""
 
 
-def submit(
-    script: Path, token: str, lease: int, earlier: Collection[str], options: Sequence[str] = ()
-) -> str:
+def submit(script: Path, token: str, lease: int, earlier: Collection[str], after: str = "") -> str:
     """Submit a script and return its job id; exactly one job exists afterwards, or none.
 
     sbatch keeps the file lease open: if this process is killed, a lock on it stays until then.
@@ -46,8 +44,10 @@ def submit(
 
     Args:
         earlier: ids of jobs that have the token too, and are not the one that this makes.
+        after: the id of a job that has to end before this one begins.
     """
-    argv = ["sbatch", "--parsable", f"--comment={token}", *options, str(script)]
+    options = [f"--comment={token}", *[f"--dependency=afterany:{after}"] * bool(after)]
+    argv = ["sbatch", "--parsable", *options, str(script)]
     for _ in range(3):
         try:
             answer = run(argv, timeout_s=60, lease=lease)
@@ -73,11 +73,9 @@ def _wait_for_token(token: str, earlier: Collection[str]) -> str | None:
         time.sleep(pause_s)
         try:
             # Any state: a short job may have ended while sbatch waited.
-            named = [job.job_id for job in queue() if job.comment == token]
+            job_ids = {job.job_id for job in queue() if job.comment == token}.difference(earlier)
         except SlurmTimeout:
             continue
-        # Of an array every task is listed.
-        job_ids = {job_id.partition("_")[0] for job_id in named}.difference(earlier)
         if job_ids:
             return max(job_ids, key=int)
         # A controller that wakes up may answer this question before it reads sbatch's request.
@@ -88,17 +86,6 @@ def _wait_for_token(token: str, earlier: Collection[str]) -> str | None:
         "the controller does not answer and may hold a job of this run; once it answers, look "
         f"with: squeue --me --states=all --format='%i %k' | grep {token}"
     )
-
-
-def task_list(tasks: Iterable[int]) -> str:
-    """Return numbers of an array's tasks as Slurm writes them: 0-3,7."""
-    spans: list[list[int]] = []
-    for task in sorted(tasks):
-        if spans and task == spans[-1][1] + 1:
-            spans[-1][1] = task
-        else:
-            spans.append([task, task])
-    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans)
 
 
 def test_only(script: str) -> str:
@@ -117,7 +104,7 @@ def queue() -> list[QueuedJob]:
     """Return this user's jobs, those that ended recently too, in one question to the controller."""
     # A job's name may hold anything, even newlines: only fields that cannot are asked for. The
     # comment comes last, and a row of another form is ignored.
-    argv = ["squeue", "--noheader", "--array", "--states=all", f"--user={os.getuid()}"]
+    argv = ["squeue", "--noheader", "--states=all", f"--user={os.getuid()}"]
     argv.append("--format=%i|%T|%r|%N|%S|%k")
     rows = (line.split("|", 5) for line in run(argv).splitlines())
     return [

@@ -12,7 +12,7 @@ from typing import Any
 
 from launcher.errors import RunFault
 from launcher.slurm.command import environment
-from launcher.slurm.job import Job, JobState
+from launcher.slurm.job import Job, State
 from runspec import files
 from runspec.states import LOCAL_PREFIX, process_start
 
@@ -30,7 +30,7 @@ class LocalExecutor:
         return f"process {str(job_id).removeprefix(LOCAL_PREFIX)}"
 
     def start(
-        self, script: Path, token: str, lease: int, earlier: Collection[str]
+        self, script: Path, token: str, lease: int, earlier: Collection[str], after: str = ""
     ) -> dict[str, Any]:
         with open(script.parent / files.JOB_LOG, "ab") as log:
             process = subprocess.Popen(
@@ -48,16 +48,16 @@ class LocalExecutor:
             "host": socket.gethostname(),
         }
 
-    def states(self, jobs: Sequence[Job]) -> dict[str, JobState]:
+    def states(self, jobs: Sequence[Job]) -> dict[str, State]:
         return {job.token: self._state(job) for job in jobs}
 
-    def _state(self, job: Job) -> JobState:
+    def _state(self, job: Job) -> State:
         if _elsewhere(job):
             detail = f"it was started on {job.host}, without Slurm: log in there"
-            return JobState(None, "nobody", detail=detail, elsewhere=True)
+            return State("", "nobody", detail, elsewhere=True)
         if _alive(job):
-            return JobState("RUNNING", "this host", detail="on this host, without Slurm")
-        return JobState("FAILED", "this host", ended=True, detail="its process is gone")
+            return State("RUNNING", "this host", "on this host, without Slurm")
+        return State("FAILED", "this host", "its process is gone", True)
 
     def living(self, job: Job, unsure: bool = False) -> dict[str, str]:
         if _elsewhere(job):

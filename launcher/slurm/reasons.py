@@ -19,7 +19,6 @@ AccountNotAllowed|InvalidAccount|Job's account = the account may not use this pa
 InvalidQOS|QOSNotAllowed|Job's QOS = the QoS may not be used here: choose another --qos
 QOSTimeLimit = the time that your QoS allows is used up
 QOSUsageThreshold|QOSResourceLimit = the limit of your QoS is reached
-JobArrayTaskLimit = as many tasks of this array run as are allowed
 Licenses = a licence that it needs is in use
 JobHeldUser|JobHeldAdmin = it is held
 launch failed|JobLaunchFailure = a node could not start it, so Slurm holds it

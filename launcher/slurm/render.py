@@ -18,7 +18,7 @@ from launcher.plugins import hook
 from launcher.recipe.environment import Environment
 from launcher.recipe.model import Recipe, Resources
 from launcher.site import Site, with_site_defaults
-from launcher.slurm.executors import token
+from launcher.slurm.job import token
 from runspec import files
 
 # The trainer may need the cluster's signal_lead_s to finish a step and write a checkpoint; a short
@@ -69,13 +69,13 @@ def job_script(
     cluster: Site,
     run_dir: Path,
     job_name: str,
-    sweep_dir: Path | None = None,
+    sweep: str = "",
     templates: Path = paths.TEMPLATES,
 ) -> str:
     """Return the whole job script of a run whose directory is run_dir.
 
     Args:
-        sweep_dir: of its sweep.
+        sweep: the name of its sweep.
         templates: those that belong to the code that the run uses.
 
     Raises:
@@ -91,7 +91,7 @@ def job_script(
         **common(cluster, resources, run_dir, job_name)
         | {"setup_lines": enter(inside, interpreter) if inside else []},
         recipe=recipe,
-        sweep_dir=sweep_dir,
+        sweep=sweep,
         gpus=gpus,
         cpus_per_task=(resources.cpus_per_gpu or 0) * resources.gpus_per_node,
         signal_lead_s=signal_lead_s(cluster, resources),
@@ -160,34 +160,6 @@ def signal_lead_s(cluster: Site, resources: Resources) -> int:
     if not resources.time_s:
         return cluster.signal_lead_s
     return max(1, min(cluster.signal_lead_s, resources.time_s // _MAX_LEAD_SHARE))
-
-
-def array_script(script: Path, job_script: str, count: int, tasks: str, parallel: int) -> str:
-    """Return the script of a job array; script: its file, in the sweep's directory.
-
-    Args:
-        job_script: that of one of its runs, which all ask Slurm for the same.
-        count, tasks: how many runs it has, and their numbers as Slurm writes them.
-    """
-    sweep = script.parent.name
-    return template("array.sbatch.j2").render(
-        sweep=sweep,
-        sweep_dir=script.parent,
-        script=script,
-        count=count,
-        tasks=tasks,
-        parallel=parallel,
-        job_name=sweep[16:-5],
-        token=token(sweep),
-        directives=asks_slurm_for(job_script),
-    )
-
-
-def asks_slurm_for(job_script: str) -> tuple[str, ...]:
-    """Return what a job script asks of Slurm, without what names the run."""
-    own = ("job-name", "comment", "output")
-    lines = (line for line in job_script.splitlines() if line.startswith("#SBATCH --"))
-    return tuple(line for line in lines if not line[10:].startswith(own))
 
 
 def common(cluster: Site, resources: Resources, run_dir: Path, job_name: str) -> dict[str, object]:

@@ -1,30 +1,26 @@
 """A short job on some nodes, run to its end: what each node printed."""
 
+import os
 import subprocess
 import tempfile
-import threading
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from launcher.slurm.command import EXPORT, environment, missing, one_line
 
 
-@dataclass
+@dataclass(frozen=True)
 class Step:
     """What a short job on some nodes printed.
 
     message: srun's own messages. pending: the job did not start in time.
     """
 
-    lines: list[str] = field(default_factory=list)
-    message: str = ""
-    pending: bool = False
-    exit_code: int = 0
-
-    def read(self, stream: Iterable[str]) -> None:
-        for line in stream:
-            self.lines.append(line.rstrip("\n"))
+    lines: list[str]
+    message: str
+    pending: bool
+    exit_code: int
 
 
 def run_on_nodes(options: Sequence[str], script: str, wait_s: float, limit_s: float) -> Step:
@@ -36,38 +32,35 @@ def run_on_nodes(options: Sequence[str], script: str, wait_s: float, limit_s: fl
     minutes = max(1, round(limit_s / 60 + 0.5))
     argv = ["srun", *options, "--ntasks-per-node=1", f"--time={minutes}", "--label"]
     argv += ["--unbuffered", f"--export={','.join(EXPORT)}", "bash", "-c", script]
-    step = Step()
-    with tempfile.TemporaryFile("w+", errors="replace") as stderr_file:
+    pending, begin = False, time.monotonic()
+    with tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as messages:
         try:
             process = subprocess.Popen(
                 argv,
                 env=environment(),
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=stderr_file,
-                errors="replace",
+                stdout=printed,
+                stderr=messages,
                 # Ctrl-C is passed on by us: once, and as a signal that srun does not ask about.
                 start_new_session=True,
             )
         except FileNotFoundError as error:
             raise missing("srun") from error
-        reader = threading.Thread(target=step.read, args=[process.stdout], daemon=True)
-        reader.start()
-        deadline = time.monotonic() + limit_s
-        start_by = time.monotonic() + wait_s
         try:
-            while process.poll() is None and not step.pending and time.monotonic() <= deadline:
-                step.pending = not step.lines and time.monotonic() > start_by
+            while process.poll() is None and not pending and time.monotonic() <= begin + limit_s:
+                silent = not os.fstat(printed.fileno()).st_size
+                pending = silent and time.monotonic() > begin + wait_s
                 time.sleep(0.02)
         finally:
             # srun withdraws a job that waits, and ends one that runs.
             process.terminate()
             try:
-                step.exit_code = process.wait(timeout=10)
+                process.wait(timeout=10)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        reader.join(timeout=2)
-        stderr_file.seek(0)
-        step.message = one_line(stderr_file.read())
-    return step
+        texts = []
+        for file in (printed, messages):
+            file.seek(0)
+            texts.append(file.read().decode(errors="replace"))
+    return Step(texts[0].splitlines(), one_line(texts[1]), pending, process.returncode)

@@ -31,7 +31,7 @@ class Progress:
     def __init__(self, total: int = 0, say: Callable[[str], None] = lambda text: None) -> None:
         folder = os.environ.get("RUN_DIR") if total else None
         self._run_dir = Path(folder) if folder else None
-        attempt = os.environ.get("ATTEMPT", "")
+        attempt = os.environ.get("COOKBOOK_ATTEMPT", "")
         self._fixed = {"attempt": int(attempt) if attempt.isdigit() else 0, "total_steps": total}
         self._say, self._name, self._rows = say, "", 0
         self._step = self._pieces = 0

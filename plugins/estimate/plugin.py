@@ -1,4 +1,4 @@
-"""Estimates of memory, time and disk."""
+"""Estimates of memory, time and disk, their rehearsal on a node, and the models they know."""
 
 from launcher.plugins import Check, Command, Plugin
 
@@ -10,6 +10,11 @@ PLUGIN = Plugin(
             "Compute the memory, time and disk that a recipe needs.",
             "Prepare",
         ),
+        "models": Command(
+            "plugins.estimate.cli.models:models",
+            "List the model families, and what the trainer supports for each.",
+            "Prepare",
+        ),
     },
     checks=(
         Check("GPU memory", "plugins.estimate.launcher.checks:memory"),
@@ -17,6 +22,7 @@ PLUGIN = Plugin(
     ),
     hooks={
         "needs": "plugins.estimate.launcher.estimate:Estimate",
+        "rehearse": "plugins.estimate.launcher.rehearse:rehearse",
         "predicted_sweep": "plugins.estimate.launcher.cells:PredictedSweep",
     },
 )

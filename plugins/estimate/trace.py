@@ -27,18 +27,19 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
+from plugins.estimate.launcher.activations import EXPERT_IMBALANCE
 from plugins.estimate.memory_tracker import MemoryTracker
+from plugins.estimate.traced_attention import attend_as_on_a_gpu
+from runspec.keys.train import ModelSpec
 from trainer import groups
 from trainer.config import TrainConfig, arguments_of, load
 from trainer.errors import ConfigError
 from trainer.layers import log_probs
-from trainer.layers.adapters.base import kind_of_layer
 from trainer.layers.adapters.base import method as method_of
 from trainer.layers.batch import MicroBatch
 from trainer.layers.patch import COMPILE_BACKEND
-from trainer.layers.traced_attention import attend_as_on_a_gpu
 from trainer.methods.base import named
-from trainer.model import Decoder, Documents, Inputs
+from trainer.model import Decoder, Documents, Inputs, pattern
 from trainer.models import build as models
 from trainer.models.builder import Builder
 from trainer.parallel import gradients
@@ -99,14 +100,14 @@ class FakeBuilder(Builder):
         layers: blocks that are kept of the policy, and of models as deep as it; None keeps all.
     """
 
-    def __init__(self, config: TrainConfig, world: World, layers: int | None) -> None:
-        self.config, self.world, self.fingerprints = config, world, {}
+    def __init__(self, spec: ModelSpec, world: World, layers: int | None) -> None:
+        self.spec, self.world, self.fingerprints = spec, world, {}
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._layers, self._depth = layers, 0
 
-    def _built(self, config: TrainConfig, frozen: bool) -> models.Model:
-        module = models.cut(models.empty(config, frozen), config.first_blocks)
-        if faults := models.layout_faults(module, config):
+    def _built(self, spec: ModelSpec) -> models.Model:
+        module = models.cut(models.empty(spec), spec.first_blocks)
+        if faults := models.layout_faults(module, spec):
             raise ConfigError(*faults)
         self._depth = self._depth or len(module.blocks)
         if self._layers is not None and len(module.blocks) == self._depth:
@@ -114,20 +115,20 @@ class FakeBuilder(Builder):
         # On fake tensors torch.compile must make no kernels: it traces and partitions only.
         backend = {COMPILE_BACKEND: "aot_eager_decomp_partition"}
         with mock.patch.dict(os.environ, backend):
-            models.lay_out(module, config, self.world, frozen)
+            models.lay_out(module, spec, self.world)
         # What that compiles is counted by `_fused_chunk`.
         module.compiles_loss = False
-        attend_as_on_a_gpu(module, config.dtype)
+        attend_as_on_a_gpu(module, spec.dtype)
         with self.fake:
             module.to_empty(device=self.world.device)
         _fill_buffers(module, self.fake)
-        module.train(not frozen)
-        return models.Model(module, method_of(module), models.DTYPES[config.dtype])
+        module.train(not spec.frozen)
+        return models.Model(module, method_of(module), models.DTYPES[spec.dtype])
 
     def _load_adapter(self, model: models.Model) -> None:
         """Nothing: fake tensors have no values."""
 
-    def _fingerprint(self, config: TrainConfig) -> str:
+    def _fingerprint(self, spec: ModelSpec) -> str:
         return ""
 
 
@@ -204,7 +205,7 @@ def _gather_all(model: models.Model) -> None:
 
     seen, layers = set(), export.layers_of(model)
     for name, parameter in weights.named_parameters(model.module):
-        kind = kind_of_layer(name), parameter.shape
+        kind = pattern(name), parameter.shape
         if kind not in seen and not model.module.is_adapter(name):
             seen.add(kind)
             export.gather(model, layers, export.steps_of(model, name, parameter)[0])
@@ -219,7 +220,7 @@ def _count_tensors(module: Decoder, tracker: MemoryTracker) -> None:
 def _spread_rows(batch: MicroBatch, module: Decoder, config: TrainConfig, world: World) -> None:
     """Say how many rows come to this rank's experts, which fake tensors cannot tell.
 
-    It sends as many to every rank, and gets `expert_imbalance` times as many from each.
+    It sends as many to every rank, and gets EXPERT_IMBALANCE times as many from each.
     """
     from trainer.layers import experts
 
@@ -228,7 +229,7 @@ def _spread_rows(batch: MicroBatch, module: Decoder, config: TrainConfig, world:
         if layer.exchange is not None:
             ranks = world.layout.expert_parallel
             share = round(tokens * module.active_experts(name) / ranks)
-            sizes = [[share] * ranks, [round(share * config.expert_imbalance)] * ranks]
+            sizes = [[share] * ranks, [round(share * EXPERT_IMBALANCE)] * ranks]
             layer.exchange.counted = lambda *_: None
             layer.exchange.rows_per_rank = lambda *_, sizes=sizes: sizes
 

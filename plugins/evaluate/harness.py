@@ -17,9 +17,6 @@ def evaluate(answerer: Answerer, task: dict[str, Any], config: dict[str, Any]) -
     Raises:
         ConfigError: it is not installed, or does not know a task.
     """
-    if answerer.ranks > 1:
-        message = "lm-evaluation-harness is given models on one GPU only, and this one is larger"
-        raise ConfigError(f"{message}: use larger GPUs, or leave tasks of kind lm_eval out")
     try:
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM

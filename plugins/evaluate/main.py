@@ -1,7 +1,7 @@
 """Evaluate a finished model, alone or against another: -m plugins.evaluate.main <run>/train.yaml
 
-Each rank answers its own shards of the samples and saves each; the layers of a model that is larger
-than a GPU are spread over the ranks, which then answer together. A start after a kill goes on with
+Each rank answers its own shards of the samples and saves each. A model that is larger than a GPU
+takes all GPUs of a node, whose first rank answers for the others. A start after a kill goes on with
 the shards that are missing. Rank 0 computes the table once all are there. What a sample gets does
 not depend on the number of ranks.
 """
@@ -9,23 +9,22 @@ not depend on the number of ranks.
 import os
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
 from plugins.evaluate import shards
 from plugins.evaluate.pairs import model_of
 from plugins.evaluate.recipe_keys import EVAL, TASK
 from plugins.evaluate.result import write as write_result
-from runspec import files
+from runspec import files, progress
 from runspec.processes import end_with_torchrun
 from trainer import start
-from trainer.errors import ConfigError
-from trainer.inference import loading, pipeline
+from trainer.inference import loading
 from trainer.parallel.device import described, own
-from trainer.progress import Progress
 
 _POLL_S = 0.5
 
@@ -51,66 +50,51 @@ def run(config: dict[str, Any], run_dir: Path, rank: int, world: int, attempt: i
     """Evaluate; return whether it is finished, False if the ranks were asked to stop."""
     plan = shards.Plan(config, run_dir)
     device = own(config["device"])
-    ranks = _ranks(config, plan, device, world)
-    pipeline.init_process_group(device, ranks)
-    # The ranks of a spread model do the same shards, those that rank 0 sees.
-    missing = pipeline.from_first_rank(plan.missing(), ranks)
-    mine = [shard for shard in missing if ranks > 1 or shard.number % world == rank]
-    progress = Progress(plan.samples, attempt, described(device))
+    number_bytes = loading.DTYPES[config["dtype"]].itemsize
+    spread = any(
+        loading.is_larger_than_a_gpu(plan.folder(side), number_bytes, device) for side in plan.sides
+    )
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if spread else 1
+    if rank % ranks:
+        return True
+    mine = [s for s in plan.missing() if s.number % (world // ranks) == rank // ranks]
+    facts = {"attempt": attempt, "total_steps": plan.samples, "device": described(device)}
+    tell = partial(_tell, facts, plan, run_dir)
     if rank == 0:
-        _tell(progress, plan, run_dir)
-    over = f", one model over {ranks} ranks" if ranks > 1 else ""
+        tell("running")
+    over = f", one model over {ranks} GPUs" if spread else ""
     print(f"rank {rank}: {len(mine)} of {len(plan.shards)} shards to do{over}", flush=True)
     for side in plan.sides:
         left = [shard for shard in mine if shard.side == side]
         if not left:
             continue
-        answerer = model_of(plan.folder(side), config, device, ranks)
+        answerer = model_of(plan.folder(side), config, device, spread)
         for shard in left:
-            if pipeline.from_first_rank((run_dir / files.STOP).exists(), ranks):
-                return _stopped(progress, run_dir, rank)
-            plan.compute(shard, answerer, writes=ranks == 1 or rank == 0)
+            if (run_dir / files.STOP).exists():
+                return _stopped(tell, rank)
+            plan.compute(shard, answerer)
             if rank == 0:
-                _tell(progress, plan, run_dir)
+                tell("running")
         del answerer
-    if ranks > 1 and rank > 0:
-        return True
     while rank == 0 and plan.missing():
         if (run_dir / files.STOP).exists():
-            return _stopped(progress, run_dir, rank)
-        _tell(progress, plan, run_dir)
+            return _stopped(tell, rank)
+        tell("running")
         time.sleep(_POLL_S)
     if rank == 0:
         write_result(plan, config, run_dir)
-        progress.state, progress.step = "finished", plan.samples
-        progress.write(run_dir)
+        tell("finished")
         print(f"wrote {run_dir / files.EVALS}", flush=True)
     return True
 
 
-def _ranks(config: dict[str, Any], plan: shards.Plan, device: torch.device, world: int) -> int:
-    """Over how many ranks a model is spread: 1, or all; raises ConfigError for anything else."""
-    if (asked := config["pipeline_parallel_dim"]) is None:
-        number_bytes = loading.DTYPES[config["dtype"]].itemsize
-        return max(
-            pipeline.ranks_needed(plan.folder(side), number_bytes, device) for side in plan.sides
-        )
-    if asked not in (1, world):
-        raise ConfigError(
-            f"pipeline_parallel_dim: is 1 or the number of ranks, {world}, and not {asked}"
-        )
-    return int(asked)
+def _tell(facts: dict[str, Any], plan: shards.Plan, run_dir: Path, state: str) -> None:
+    progress.write(run_dir, {**facts, "state": state, "step": plan.done_samples()})
 
 
-def _tell(progress: Progress, plan: shards.Plan, run_dir: Path) -> None:
-    progress.step = plan.done_samples()
-    progress.write(run_dir)
-
-
-def _stopped(progress: Progress, run_dir: Path, rank: int) -> bool:
+def _stopped(tell: Callable[[str], None], rank: int) -> bool:
     if rank == 0:
-        progress.state = "stopped"
-        progress.write(run_dir)
+        tell("stopped")
     print("asked to stop: what is answered is saved", flush=True)
     return False
 

@@ -12,7 +12,7 @@ from runspec import weights
 from runspec.files import patient_json
 from trainer.data.folder import read_tokenizer
 from trainer.errors import ConfigError
-from trainer.inference import loading, pipeline
+from trainer.inference import loading
 from trainer.layers.batch import IGNORE_INDEX
 
 
@@ -26,26 +26,19 @@ def fingerprint(folder: Path) -> str:
 
 
 class Answerer:
-    """A model on one device, or spread over `ranks`, its tokenizer, and how it answers.
-
-    All ranks of a spread model call its methods together, with the same arguments.
+    """A model on one device, or spread over the GPUs of the node, and how it answers.
 
     Raises:
         ConfigError: the folder has no model that transformers can load.
     """
 
     def __init__(
-        self, folder: Path, settings: dict[str, Any], device: torch.device, ranks: int = 1
+        self, folder: Path, settings: dict[str, Any], device: torch.device, spread: bool = False
     ) -> None:
         loading.stay_offline_and_quiet()
-        self.settings, self.device, self.ranks = settings, device, ranks
+        self.settings, self.device = settings, device
         adapter = patient_json(folder / "adapter_config.json")
         base = Path(str(adapter["base_model_name_or_path"])) if adapter else folder
-        if adapter and ranks > 1:
-            raise ConfigError(
-                f"{folder}: is an adapter, and its base is larger than a GPU, so that it cannot be "
-                "loaded onto it; evaluate the merged export"
-            )
         if not (base / "config.json").is_file():
             raise ConfigError(f"{base}: has no model (config.json is missing)")
         try:
@@ -54,8 +47,8 @@ class Answerer:
             self.tokenizer_folder = folder if own else base
             self.tokenizer = read_tokenizer(self.tokenizer_folder, padding_side="left")
             dtype = loading.DTYPES[settings["dtype"]]
-            model = loading.language_model(base, dtype, device, ranks)
-        except (OSError, ValueError) as error:
+            model = loading.language_model(base, dtype, device, spread)
+        except (ImportError, OSError, ValueError) as error:
             raise ConfigError(f"{base}: transformers cannot load it: {error}") from None
         self.ends, self._end = loading.end_tokens(
             model, self.tokenizer, settings["template"] != "none"
@@ -68,7 +61,8 @@ class Answerer:
         virtual = (adapter or {}).get("num_virtual_tokens") or 0
         self.limit = loading.max_positions(model) - virtual
         if adapter:
-            model = loading.with_adapter(model, folder).to(device).eval()
+            model = loading.with_adapter(model, folder).eval()
+            model = model if spread else model.to(device)
         self.model = model
 
     def prompt_text(self, sample: Sample, task: dict[str, Any]) -> str:
@@ -104,7 +98,6 @@ class Answerer:
             max_new_tokens=self.settings["max_new_tokens"],
             eos_token_id=self.ends or None,
             pad_token_id=self.tokenizer.pad_token_id,
-            **pipeline.generate_options(self.model, self.ranks),
             **(hot if self.settings["temperature"] > 0 else {}),
         )
         width = batch["input_ids"].shape[1]

@@ -47,12 +47,12 @@ class Scorer:
 
 
 def model_of(
-    folder: Path, settings: dict[str, Any], device: torch.device, ranks: int = 1
+    folder: Path, settings: dict[str, Any], device: torch.device, spread: bool = False
 ) -> "Answerer | Scorer":
-    """The model of a folder: one that answers, over `ranks`, or one that gives scores."""
+    """The model of a folder: one that answers, or one that gives scores."""
     if not gives_scores(folder):
-        return Answerer(folder, settings, device, ranks)
-    if ranks > 1:
+        return Answerer(folder, settings, device, spread)
+    if spread:
         raise ConfigError(f"{folder}: a reward model has to fit one GPU; use larger GPUs")
     return Scorer(folder, settings, device)
 

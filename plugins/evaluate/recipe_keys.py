@@ -21,12 +21,6 @@ EVAL = table(
     Key("seed", "count", "Seed of sampling, of the bootstrap and of the permutations.", 0),
     Key("dtype", "bf16 | fp16 | fp32", "Type of the weights.", "fp32"),
     Key("device", "auto | cpu | cuda", "Where the models run.", "auto"),
-    Key(
-        "pipeline_parallel_dim",
-        "positive",
-        "Ranks over which the layers of a model are spread: 1, or all of one node. Default: 1 if "
-        "the model fits a GPU.",
-    ),
     Key("batch_size", "positive", "Samples per batch.", 8),
     Key("shard_samples", "positive", "Number of samples between saves of the results.", 64),
     Key("max_new_tokens", "positive", "Maximum answer length in tokens.", 128),

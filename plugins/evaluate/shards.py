@@ -131,12 +131,8 @@ class Plan:
         own = [each for each in self.shards if (each.task, each.side) == (task, side)]
         return [row for shard in own for row in self.rows(shard) or []]
 
-    def compute(self, shard: Shard, answerer: Answerer | pairs.Scorer, writes: bool = True) -> None:
-        """Make a shard's file.
-
-        Args:
-            writes: False on the other ranks of a spread model, which compute the same.
-        """
+    def compute(self, shard: Shard, answerer: Answerer | pairs.Scorer) -> None:
+        """Make a shard's file."""
         task = self.config["tasks"][shard.task]
         chosen = self.data[shard.task][shard.first : shard.last]
         rows: list[dict[str, Any]] = []
@@ -151,8 +147,7 @@ class Plan:
             for begin in range(0, len(chosen), size):
                 rows += answerer.answers(chosen[begin : begin + size], task)
         content = {"mark": self._marks[shard.task][shard.side], "rows": rows}
-        if writes:
-            files.write_json(self.folder_of_shards / shard.file, content)
+        files.write_json(self.folder_of_shards / shard.file, content)
 
 
 def _complete(task: dict[str, Any], rows: list[Sample]) -> None:

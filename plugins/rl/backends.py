@@ -21,15 +21,12 @@ from safetensors import safe_open
 from plugins.rl import gathered, transfer
 from plugins.rl.recipe_keys import GrpoConfig
 from plugins.rl.rollouts import sample
-from plugins.rl.samplers import Request, Sampled
-from plugins.serve import backends
-from runspec import client
-from runspec.devices import VISIBLE, visible
+from plugins.rl.samplers import Request, RolloutError, Sampled
+from plugins.serve import backends, client
 from runspec.files import patient_json
 from runspec.processes import end_with_parent
 from trainer.checkpoint import adapter
 from trainer.config import instantiate
-from trainer.errors import RolloutError
 from trainer.models.build import DTYPES
 
 # vLLM's health answers at once, or it hangs.
@@ -107,7 +104,8 @@ class VllmBackend:
         if device.type == "cuda":
             first = device.index or 0
             places = range(first, first + config.rollout_gpus)
-            self._own[VISIBLE] = visible(places, os.environ.get(VISIBLE))
+            given = os.environ.get(backends.VISIBLE)
+            self._own[backends.VISIBLE] = backends.visible(places, given)
         # The kernel ends vLLM with the thread that has started it.
         self._starter = ThreadPoolExecutor(1)
         argv = [*backends.python(self._own), *_arguments(config, self._socket)]

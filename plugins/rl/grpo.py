@@ -36,7 +36,7 @@ from runspec.keys.train import TrainConfig
 from trainer.config import instantiate
 from trainer.data import batches
 from trainer.data.batches import Batches, Data
-from trainer.data.source import DataSpec, Source
+from trainer.data.source import Source
 from trainer.errors import ConfigError
 from trainer.layers.batch import MicroBatch
 from trainer.layers.log_probs import token_log_probs
@@ -91,8 +91,6 @@ class PolicyOptimisation(Objective):
             faults.append("group_size: an answer is compared with others; set at least 2")
         if config.dataset.get("packed"):
             faults.append("dataset.packed: answers are not packed; set dataset.packed=False")
-        if config.reference_kind == "adapter_off" and not config.has_new_adapter(vars(config)):
-            faults.append("reference: adapter_off needs a new adapter; set reference=model")
         if config.overlong_tokens > config.max_new_tokens:
             faults.append("overlong_tokens: must be at most max_new_tokens")
         if config.max_staleness and config.importance_cap is None:
@@ -113,12 +111,12 @@ class PolicyOptimisation(Objective):
             return []
         try:
             tokenizer = instantiate("tokenizer", config.tokenizer)
-            source = Source(DataSpec("dataset", config.dataset, tokenizer))
+            source = Source("dataset", config.dataset, tokenizer)
+            rows = [source.row(index) or {} for index in range(min(TRIED_ROWS, len(source)))]
             scorers = Pool(config.rewards, 1, config.reward_timeout)
         except ConfigError:
             return []  # reported by other checks
         try:
-            rows = [source.row(index) or {} for index in range(min(TRIED_ROWS, len(source)))]
             prompt, tokens = "", tokenizer.encode(TRIED_TEXT)
             scorers.score([pool.Answer(prompt, TRIED_TEXT, tokens, row) for row in rows])
             return [
@@ -145,12 +143,8 @@ class PolicyOptimisation(Objective):
     def build_data(self) -> Data:
         """As Objective.build_data, of prompts."""
         config, world = self.config, self.world
-
-        def check() -> None:
-            if faults := self.setting_faults(config):
-                raise ConfigError(*faults)
-
-        world.on_main(check)
+        if faults := world.from_main(lambda: self.setting_faults(config)):
+            raise ConfigError(*faults)
         data = batches.build(prompt_config(config), world, self.form)
         if not isinstance(data.training, Batches):
             raise ConfigError("dataset: a stream cannot give prompts; use a dataset of files")
@@ -187,7 +181,7 @@ class PolicyOptimisation(Objective):
         given = [("dataset", self._prompts.inner), ("dataset_val", data.validation)]
         return {
             key: (
-                Source(DataSpec(key, getattr(self.config, key), self._generation.tokenizer)),
+                Source(key, getattr(self.config, key), self._generation.tokenizer),
                 of_key.rows.samples,
             )
             for key, of_key in given

@@ -19,7 +19,6 @@ from runspec.keys.train import TrainConfig
 from trainer.checkpoint import weights
 from trainer.data import packing
 from trainer.data.batches import NONE, Collator, Data, Row
-from trainer.errors import ConfigError
 from trainer.layers.batch import MicroBatch
 from trainer.methods.base import Models
 from trainer.methods.distill import Distillation
@@ -29,20 +28,10 @@ Answers = list[list[int]]
 
 
 class Student:
-    """Gives answers by the trained model; all ranks call its methods together.
-
-    Raises:
-        ConfigError: transformers' class cannot take the weights.
-    """
+    """Gives answers by the trained model; all ranks call its methods together."""
 
     def __init__(self, config: OnPolicyConfig, world: World) -> None:
         self._config, self._world = config, world
-
-        def check() -> None:
-            if wrong := gathered.faults(config):
-                raise ConfigError(*wrong)
-
-        world.on_main(check)
         self._generation = Generation(config, world)
         self._clear()
 
@@ -158,7 +147,7 @@ class OnPolicyDistillation(Distillation):
         return texts or gathered.faults(config)
 
     def prepare(self, models: Models, data: Data) -> None:
-        """As Objective.prepare; also raises ConfigError for a student that cannot generate."""
+        """As Objective.prepare."""
         self._student = Student(self.config, self.world)
 
     def before_step(

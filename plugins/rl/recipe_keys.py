@@ -67,12 +67,6 @@ class GrpoConfig(AnswerKeys, TrainConfig):
         "rate", "The same above 1; 0.28 in DAPO. Default: as epsilon."
     )
     beta: float = setting("rate", "Weight of the KL divergence from the reference.", 0.0)
-    reference: str = changeable(
-        "auto | none | adapter_off | model",
-        "The model before training: the policy with its adapter off, or a frozen second model. "
-        "auto: none if beta is 0, else as fits. With beta 0 another one is for the figure kl only.",
-        "auto",
-    )
     scale_rewards: bool | None = setting(
         "flag",
         "Divide advantages by the standard deviation of their group. Default: true, but false for "
@@ -143,11 +137,8 @@ class GrpoConfig(AnswerKeys, TrainConfig):
 
     @classmethod
     def reference_of(cls, config: Mapping[str, Any]) -> str:
-        """As TrainConfig.reference_of, by the keys `reference` and `beta`."""
-        wanted = str(config.get("reference") or "auto")
-        if wanted == "none" or (wanted == "auto" and not config.get("beta")):
-            return ""
-        return super().reference_of(config) if wanted == "auto" else wanted
+        """As TrainConfig.reference_of, by the key `beta`."""
+        return super().reference_of(config) if config.get("beta") else ""
 
     @classmethod
     def recipe_faults(cls, config: Mapping[str, Any]) -> Iterator[Fault]:
@@ -161,7 +152,7 @@ class GrpoConfig(AnswerKeys, TrainConfig):
             key = "tokenizer.new_tokens"
             message = "vLLM starts with the model's folder, which has no weights for new tokens"
             yield Fault(key, f"{key}: {message}; set rollout_engine=transformers, or leave it out")
-        if _block(config, "resources").get("rollout") not in (None, "same"):
+        if _block(config, "resources").get("rollout"):
             return
         if with_vllm:
             yield Fault(
@@ -185,11 +176,6 @@ class GrpoConfig(AnswerKeys, TrainConfig):
             for name, block in blocks.items()
             if isinstance(block, dict)
         }
-
-    @classmethod
-    def has_new_adapter(cls, config: Mapping[str, Any]) -> bool:
-        """Whether the policy with its adapter off is the model before training."""
-        return super().reference_of(config) == "adapter_off"
 
     @classmethod
     def backend_of(cls, config: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from plugins.rl import names
 from plugins.rl.recipe_keys import GrpoConfig
 from plugins.rl.rewards.pool import Scores
 from plugins.rl.rollouts import Answer
@@ -154,7 +155,7 @@ class RolloutLog:
 
     def _write(self, step: int, rollout: Rollout) -> None:
         """Add rank 0's first groups to rollouts.jsonl; a resumed run replaces later lines."""
-        path = self._config.output_dir / files.ROLLOUTS
+        path = self._config.output_dir / names.ANSWERS
         if not self._begun:
             self._begun = True
             files.write_text(path, "".join(map(_line, lines_until(path, step))))

@@ -20,7 +20,7 @@ from plugins.rl.recipe_keys import GrpoConfig, OnPolicyConfig
 from plugins.rl.samplers import Request, Sampled, Samplers
 from trainer.checkpoint import weights
 from trainer.config import instantiate
-from trainer.data.batches import NONE, Batches, Collator, Row
+from trainer.data.batches import NONE, Batches, Collator, Row, TrainingBatches
 from trainer.errors import ConfigError
 from trainer.layers.batch import IGNORE_INDEX, MicroBatch
 from trainer.methods.base import Models
@@ -106,7 +106,7 @@ def prompts_of(batch: MicroBatch) -> list[tuple[int, list[int]]]:
     return [(document.sample, document.prompt) for document in documents_of(batch)]
 
 
-class PromptBatches:
+class PromptBatches(TrainingBatches):
     """The prompts of each step, each for as many steps as train on the same answers.
 
     current: this rank's answers, which a checkpoint between two such steps contains.
@@ -123,12 +123,7 @@ class PromptBatches:
         left = f", {rest} samples left out of each epoch" if rest else ""
         self._described = f"{config.group_size} answers each{left}"
 
-    def epoch_of(self, step: int) -> int:
-        """As Batches.epoch_of."""
-        return step // self.steps_per_epoch
-
     def from_step(self, step: int) -> Iterator[list[MicroBatch]]:
-        """As Batches.from_step."""
         first = step // self._repeats
         for number, given in enumerate(self.inner.from_step(first), first):
             for each in range(number * self._repeats, (number + 1) * self._repeats):
@@ -147,7 +142,6 @@ class PromptBatches:
         return [tuple(answer) for of_rank in self._world.gather(own) for answer in of_rank]
 
     def restore(self, step: int, state: list[Any] | None) -> None:
-        """Go on from what `state` returned, whatever the layout was."""
         if self.samples_new(step):
             return
         if not state:
@@ -158,16 +152,13 @@ class PromptBatches:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """As Batches.identity."""
         return self.inner.identity
 
     @property
     def described(self) -> str:
-        """As Batches.described."""
         return f"{self.inner.described}, {self._described}"
 
     def faults(self, key: str, vocab_size: int, max_seq_len: int) -> list[str]:
-        """As Batches.faults."""
         return self.inner.faults(key, vocab_size, max_seq_len)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from plugins.rl import backends
+from plugins.rl import backends, names
 from plugins.rl.backends import Backend
 from plugins.rl.recipe_keys import GrpoConfig
 from plugins.rl.samplers import Request
@@ -155,15 +155,15 @@ def main(arguments: list[str]) -> int:
         torch.cuda.set_device(device)
     elif "OMP_NUM_THREADS" in os.environ:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    folder = config.output_dir / files.ROLLOUT
-    secret = (folder / files.ROLLOUT_SECRET).read_text(encoding="utf-8").strip()
+    folder = config.output_dir / names.ROLLOUT
+    secret = (folder / names.SECRET).read_text(encoding="utf-8").strip()
     node = os.environ.get("NODE_NAME") or socket.gethostname()
     sampler = Sampler(backends.made(config, folder, device))
     server = Server(os.environ["ROLLOUT_ADDRESS"], sampler, secret)
     threading.Thread(target=_end_without_lease, args=[server], daemon=True).start()
     port = server.server_port
     known = {"host": server.host, "port": port, "node": node, "pid": os.getpid()}
-    files.write_json(folder / files.SAMPLER.format(index), known)
+    files.write_json(folder / names.SAMPLER.format(index), known)
     print(f"sampler {index} on {node} listens at port {port}", flush=True)
     server.serve_forever()
     return 0

@@ -16,16 +16,30 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from plugins.rl import transfer
+from plugins.rl import names, transfer
 from plugins.rl.recipe_keys import GrpoConfig
-from runspec import client, files
-from trainer.errors import RolloutError
+from plugins.serve import client
+from runspec import files
+from trainer.errors import TrainerError
 from trainer.models.build import Model
 from trainer.parallel.world import World
 
 POLL_S = 0.2
 # A request that a sampler answers with an error is asked so often in all.
 TRIES = 3
+
+
+class RolloutError(TrainerError):
+    """The rollout nodes do not answer; a later attempt may find others.
+
+    node: that of the sampler at fault; None if it is not one sampler's.
+    """
+
+    permanent = False
+
+    def __init__(self, message: str, node: str | None = None) -> None:
+        super().__init__(message)
+        self.node = node
 
 
 class Sampled(NamedTuple):
@@ -71,7 +85,7 @@ class Samplers:
         self.schedules = config.rollout_engine == "vllm"
         self._limit_s = config.rollout_timeout
         self._number, self.version = 0, ""
-        self._secret = (folder / files.ROLLOUT_SECRET).read_text(encoding="utf-8").strip()
+        self._secret = (folder / names.SECRET).read_text(encoding="utf-8").strip()
 
     @classmethod
     def of(cls, config: GrpoConfig, world: World) -> "Samplers | None":
@@ -79,7 +93,7 @@ class Samplers:
         count = int(os.environ.get("ROLLOUT_SAMPLERS") or 0)
         if not count:
             return None
-        return world.on_all(lambda: cls(config.output_dir / files.ROLLOUT, count, world, config))
+        return world.on_all(lambda: cls(config.output_dir / names.ROLLOUT, count, world, config))
 
     def send(self, model: Model, rollout: int) -> None:
         """Write the present weights, and have the samplers load them; all ranks call this.
@@ -143,7 +157,7 @@ class Samplers:
             index = (first + place) % self.count
             threading.Thread(target=self._work, args=[asked, index], daemon=True).start()
         while not asked.wait(POLL_S):
-            if failed := files.peek(self._folder / files.NO_SAMPLER):
+            if failed := files.peek(self._folder / names.NO_SAMPLER):
                 asked.fail(str(failed.get("message")))
         if asked.failure:
             raise RolloutError(asked.failure, asked.node)
@@ -166,7 +180,7 @@ class Samplers:
 
     def _known(self, index: int) -> dict[str, Any] | None:
         """Where a sampler listens; None if it does not."""
-        return files.peek(self._folder / files.SAMPLER.format(index)) or None
+        return files.peek(self._folder / names.SAMPLER.format(index)) or None
 
     def _tried(self, index: int, path: str, body: dict[str, Any], deadline: float) -> Any:
         """Return a sampler's answer, or the error that there was; None if it is not ready."""

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from plugins.rl import gathered
+from plugins.rl import gathered, names
 from plugins.rl.recipe_keys import GrpoConfig
-from runspec import adapters, files
+from runspec import adapters
 from runspec.files import patient_json
 from trainer.checkpoint import adapter, export, weights
 from trainer.models.build import Model
@@ -27,7 +27,7 @@ _NOT_BY_VLLM = ("rank_pattern", "alpha_pattern", "use_dora", "target_parameters"
 
 def path_of(folder: Path, config: GrpoConfig, version: str) -> Path:
     """Where a version of the weights is."""
-    name = files.WEIGHTS_FOLDER if config.rollout_engine == "vllm" else files.WEIGHTS
+    name = names.WEIGHTS_FOLDER if config.rollout_engine == "vllm" else names.WEIGHTS
     return folder / name.format(version)
 
 
@@ -62,7 +62,7 @@ def make_room(folder: Path, kept: Path) -> None:
     A folder that somebody has deleted is made again, here or by plugins/rl/slurm/samplers.py.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
-    every = files.WEIGHTS_FOLDER.format("*")  # the files, too
+    every = names.WEIGHTS_FOLDER.format("*")  # the files, too
     for pattern in (every, f".{every}.tmp"):
         for old in folder.glob(pattern):
             if old == kept:

@@ -6,13 +6,14 @@ it without a key.
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from runspec.files import patient_json
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 # The lines are the words of a command that starts Python in the recipe's environment.
 STARTS_PYTHON = "COOKBOOK_BACKEND"
 # vLLM's values of --max-lora-rank; its default is 16 (vllm.config.lora.MaxLoRARanks).
@@ -87,3 +88,13 @@ def vllm_lora(rank: int) -> list[str]:
     """Return vLLM's options for adapters of this rank."""
     most = next((each for each in _VLLM_RANKS if each >= rank), _VLLM_RANKS[-1])
     return ["--enable-lora", "--max-lora-rank", str(most)]
+
+
+def visible(gpus: Sequence[int], given: str | None) -> str:
+    """Return CUDA_VISIBLE_DEVICES for a replica's GPUs, of those that the job has.
+
+    Args:
+        given: the job's own value; None: all GPUs of the node. Empty, it hides them.
+    """
+    names = given.split(",") if given else []
+    return "" if given == "" else ",".join(names[k] if names else str(k) for k in gpus)

@@ -28,7 +28,6 @@ from plugins.serve.proxy import runner
 from plugins.serve.recipe_keys import SERVE
 from plugins.serve.upstream import BEAT_S, Upstream
 from runspec import failure, files, progress
-from runspec.devices import VISIBLE, visible
 from runspec.processes import end_with_parent, end_with_torchrun
 from runspec.storage import OF_A_DISK
 from runspec.variables import without_torchrun
@@ -181,7 +180,7 @@ class Server:
     async def _start_backend(self, ended: asyncio.Event) -> None:
         """Start the backend and wait until it answers."""
         own = {"HF_HUB_OFFLINE": "1"}
-        own[VISIBLE] = visible(self.gpus, os.environ.get(VISIBLE))
+        own[backends.VISIBLE] = backends.visible(self.gpus, os.environ.get(backends.VISIBLE))
         self.backend.socket.unlink(missing_ok=True)
         self.process = await asyncio.create_subprocess_exec(
             *backends.python(own),

@@ -2,5 +2,5 @@
 kit's training methods; sft, of one method.
 
 A key says its kind, its default, one line of help, and whether it may change when a run resumes.
-docs/keys.md is made from them with: python -m launcher.cli.reference keys
+docs/keys.md is made from them with: python -m benchmarks.reference keys
 """

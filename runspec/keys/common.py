@@ -25,20 +25,20 @@ class ResourceKeys:
         "CPU memory per node: 900G, or 0 for all of it. Default: 0 if exclusive, else Slurm's.",
     )
     time: str | None = option("time", "Time limit: 04:00:00, 90 (minutes), 2-00:00:00.")
-    partition: str | None = option("partition", "Partition, or several with commas.")
+    partition: str | None = option("word", "Partition, or several with commas.")
     account: str | None = option("name", "Slurm account.")
     qos: str | None = option("name", "Quality of service.")
-    constraint: str | None = option("features", "Node features, such as h100&ib.")
+    constraint: str | None = option("word", "Node features, such as h100&ib.")
     reservation: str | None = option("name", "Reservation.")
-    exclude: str | None = option("nodes", "Nodes to avoid, such as gpu-[07-09].")
-    mail_user: str | None = option("address", "Address to which Slurm sends mail.")
-    mail_type: str | None = option("events", "Events of which it sends mail: BEGIN,END,FAIL.")
+    exclude: str | None = option("word", "Nodes to avoid, such as gpu-[07-09].")
+    mail_user: str | None = option("word", "Address to which Slurm sends mail.")
+    mail_type: str | None = option("word", "Events of which it sends mail: BEGIN,END,FAIL.")
     exclusive: bool = option("flag", "Do not share the nodes with other jobs.", False)
-    rollout: int | str = option(
-        "rollout nodes",
-        "What generates the answers of entry: grpo. same: the GPUs that train, in turns. A "
-        "number: that many additional nodes in the same job, with a sampler on each GPU.",
-        "same",
+    rollout: int = option(
+        "count",
+        "Additional nodes in the same job that generate the answers of entry: grpo, with a sampler "
+        "on each GPU. 0: the GPUs that train generate, in turns.",
+        0,
     )
 
 

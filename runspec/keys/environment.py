@@ -5,7 +5,7 @@ from typing import Any
 
 from runspec.keys.key import keys_of, option
 
-KINDS = "venv | modules | pyxis | apptainer"
+KINDS = "venv | pyxis | apptainer"
 CONTAINERS = ("pyxis", "apptainer")
 
 

@@ -67,7 +67,6 @@ class DataKeys:
         "text", "Folder for tokenised data. Default: runs/.data_cache."
     )
     shuffle: bool = setting("flag", "Shuffle the samples in each epoch.", True)
-    seed: int = setting("count", "Seed of the order of samples, of dropout and of new adapters.", 0)
     num_workers: int | None = changeable(
         "count", "Processes per rank that prefetch data. Default: 2 with GPUs."
     )
@@ -88,11 +87,6 @@ class TrainingKeys:
     gradient_accumulation_steps: int = setting("positive", "Micro-steps per optimizer step.", 1)
     epochs: int = changeable("positive", "Passes over the dataset.", 1)
     max_steps: int | None = changeable("positive", "Maximum number of optimizer steps.")
-    first_blocks: int | None = setting(
-        "positive",
-        "Train only the first blocks of the model, this many, for rehearsals: cookbook doctor "
-        "--rehearse.",
-    )
     max_steps_per_epoch: int | None = setting(
         "positive", "Maximum number of optimizer steps per epoch."
     )
@@ -129,16 +123,6 @@ class TrainingKeys:
             Key("warmup_ratio", "rate", "The same as a share of all steps, such as 0.03."),
             Key("decay_ratio", "rate", "Share of all steps in which get_wsd_schedule falls."),
         ),
-    )
-    router_aux_loss_coef: float = setting(
-        "rate", "Weight of the load-balancing loss of the experts.", 0.0
-    )
-    train_router: bool = setting(
-        "flag", "Train the router of the experts, in full fine-tuning.", True
-    )
-    freeze: list[str] | None = setting(
-        "texts",
-        "Patterns of names of parameters that are not trained: model.layers.[0-9].*.",
     )
     clip_grad_norm: float | None = changeable(
         "number", "Maximum gradient norm. Default: no clipping."
@@ -195,12 +179,6 @@ class LayoutKeys:
     expert_parallel_dim: int = changeable(
         "positive", "GPUs over which the experts of a layer are distributed.", 1
     )
-    expert_imbalance: float = changeable(
-        "ratio",
-        "Rows of the GPU whose experts are chosen most, divided by the mean of the GPUs that share "
-        "the experts. Estimates reserve memory for this ratio; training does not use it.",
-        1.5,
-    )
     data_parallel_replicate_dim: int = changeable(
         "dimension",
         "Data-parallel replicas (HSDP); -1: each GPU, or tensor-parallel group, has a whole model. "
@@ -216,10 +194,6 @@ class LayoutKeys:
         "flag",
         "Reduce gradients after each micro-step: more traffic, less memory. Default: true with "
         "fsdp_cpu_offload.",
-    )
-    custom_sharded_layers: list[str] | None = changeable(
-        "texts",
-        "Further layers to shard separately; embedding and output head are, unless tied.",
     )
     fsdp_cpu_offload: bool = changeable(
         "flag", "Keep weights, gradients and optimizer state in CPU memory.", False
@@ -251,9 +225,6 @@ class CheckpointKeys:
         "best | last",
         "Checkpoint to export; best: lowest validation loss, saved when it is measured. Default: "
         "best with dataset_val.",
-    )
-    save_adapter_weights_only: bool = changeable(
-        "flag", "Export the adapter, not the merged model.", False
     )
 
 

@@ -63,12 +63,7 @@ KINDS = {
     "number": Kind("a number above 0", _number(math.ulp(0))),
     "rate": Kind("a number, 0 or more", _number(0)),
     "share": Kind("a number above 0, 1 at most", lambda v: _number(math.ulp(0))(v) and v <= 1),
-    "ratio": Kind("a number, 1 or more", _number(1)),
     "text": Kind("one line of text", _is_line),
-    "rollout nodes": Kind(
-        "same, or a number of additional nodes",
-        lambda value: value == "same" or _whole(1)(value),
-    ),
     "fp32": Kind("fp32", lambda value: value == "fp32"),
     "list": Kind("a list", _is(list)),
     "texts": Kind("a list of strings", _list(_is_line)),
@@ -86,15 +81,9 @@ KINDS = {
     "open block": Kind(_BLOCK, _is(dict)),
     "component": Kind("a block with a _component_", _is_component),
     "name": Kind(NAME_RULE, _is_name),
-    "partition": Kind(
-        "a partition's name, or several with commas", _text(r"[A-Za-z0-9][A-Za-z0-9._,-]{0,255}")
-    ),
-    "nodes": Kind(
-        "node names such as gpu-07 or gpu-[07-09]", _text(r"[A-Za-z0-9][A-Za-z0-9._,\[\]-]{0,255}")
-    ),
-    "features": Kind(
-        "node features such as h100 or h100&ib",
-        _text(r"[A-Za-z0-9(\[][A-Za-z0-9._,&|*()\[\]-]{0,255}"),
+    # sbatch --test-only checks it before the job is queued.
+    "word": Kind(
+        "one word, as sbatch takes it", _text(r"[A-Za-z0-9_(\[][A-Za-z0-9_.,:@+&|*()\[\]-]*")
     ),
     "memory": Kind("a size such as 900G, or 0 for all of a node's memory", _text(r"\d+[KMGT]?")),
     "time": Kind(
@@ -105,11 +94,6 @@ KINDS = {
     "repository": Kind(
         "a Hub repository such as org/name or org/name@revision",
         _text(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?:@[A-Za-z0-9][\w./-]*)?"),
-    ),
-    "events": Kind("Slurm's words, such as END,FAIL or ALL", _text(r"[A-Z][A-Z0-9_,]{0,99}")),
-    "address": Kind(
-        "an e-mail address or a user's name",
-        _text(r"[A-Za-z0-9][A-Za-z0-9._+-]*(?:@[A-Za-z0-9.-]+)?"),
     ),
     "tracker": Kind(
         "mlflow, or an MLflow server's http(s) address",

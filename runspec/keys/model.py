@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from runspec.keys.key import REQUIRED, Key, setting
+from runspec.keys.key import REQUIRED, Key, changeable, setting
 
 # model._component_ of a model that its folder's config.json names: transformers has the code.
 TRANSFORMERS = "transformers"
@@ -174,4 +174,21 @@ class ModelKeys:
                 unused="checkpoints go to the run's directory",
             ),
         ),
+    )
+    first_blocks: int | None = setting(
+        "positive",
+        "Train only the first blocks of the model, this many, for rehearsals: cookbook doctor "
+        "--rehearse.",
+    )
+    router_aux_loss_coef: float = setting(
+        "rate", "Weight of the load-balancing loss of the experts.", 0.0
+    )
+    freeze: list[str] | None = setting(
+        "texts",
+        "Patterns of names of parameters that are not trained: model.layers.[0-9].*, or "
+        "*.mlp.gate.* for the routers of experts.",
+    )
+    seed: int = setting("count", "Seed of the order of samples, of dropout and of new adapters.", 0)
+    save_adapter_weights_only: bool = changeable(
+        "flag", "Export the adapter, not the merged model.", False
     )

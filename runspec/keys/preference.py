@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from runspec.keys.key import changeable, setting
+from runspec.keys.key import setting
 from runspec.keys.train import TrainConfig
 
 # Losses that compare with no reference model.
@@ -21,20 +21,11 @@ class PreferenceConfig(TrainConfig):
     beta: float = setting(
         "number", "Strength of the preference; the larger, the closer to the reference.", 0.1
     )
-    reference: str = changeable(
-        "auto | adapter_off | model",
-        "The model before training: the policy with its adapter off, or a frozen second model. "
-        "auto: adapter_off with a new adapter, else model.",
-        "auto",
-    )
 
     @classmethod
     def reference_of(cls, config: Mapping[str, Any]) -> str:
-        """As TrainConfig.reference_of, by the key `reference`."""
-        if config.get("loss") in REFERENCE_FREE:
-            return ""
-        wanted = str(config.get("reference") or "auto")
-        return super().reference_of(config) if wanted == "auto" else wanted
+        """As TrainConfig.reference_of, by the key `loss`."""
+        return "" if config.get("loss") in REFERENCE_FREE else super().reference_of(config)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,22 +30,58 @@ TRAINS_PROMPTS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(
-    ModelKeys,
-    DataKeys,
-    TrainingKeys,
-    PrecisionKeys,
-    LayoutKeys,
-    CheckpointKeys,
-    LoggingKeys,
-):
+class ModelSpec(ModelKeys, PrecisionKeys, LayoutKeys):
+    """What building a model and laying it out over the ranks needs of a config.
+
+    activation_checkpointing is as `recomputed` returns it.
+
+    Attributes:
+        has_score_head: the model gives one number for each document instead of logits.
+    """
+
+    has_score_head: ClassVar[bool] = False
+    # Nothing of it is trained.
+    frozen: bool = False
+
+    @property
+    def quantizes_teacher(self) -> bool:
+        """Whether the teacher is held in NF4."""
+        return False
+
+    @property
+    def model_folder(self) -> Path:
+        """The Hugging Face folder that the weights come from."""
+        return Path(self.checkpointer["checkpoint_dir"])
+
+    @property
+    def reads_weights(self) -> bool:
+        """Whether training begins with the weights of the model's folder."""
+        return True
+
+    @property
+    def packs(self) -> bool:
+        """Whether rows hold several documents."""
+        return False
+
+    @property
+    def fp8_recipe(self) -> str | None:
+        """How the products of the blocks are scaled in fp8; None without it."""
+        return self.fp8_recipe_name if self.enable_fp8_training else None
+
+    @property
+    def row_multiple(self) -> int:
+        """What the length of every row must be divisible by, for tensor parallelism and fp8."""
+        return math.lcm(self.tensor_parallel_dim, FP8_MULTIPLE if self.enable_fp8_training else 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(ModelSpec, DataKeys, TrainingKeys, CheckpointKeys, LoggingKeys):
     """A checked train.yaml: a field for each key that is used (see docs/keys.md).
 
     A method's class adds fields, by `setting`, and says in class attributes what the launcher must
     know of the method without importing it.
 
-    dataset_val holds what it takes from dataset; activation_checkpointing is as `recomputed`
-    returns it. notes: about keys that are not used.
+    dataset_val holds what it takes from dataset. notes: about keys that are not used.
 
     Attributes:
         objective: dotted path of the trainer's class of the method.
@@ -53,7 +89,6 @@ class TrainConfig(
         has_reference: the method compares with the policy before training; see `reference_of`.
         pairs: the component that reads preferences from a file of the user's own; "" for a method
             that does not train on them.
-        has_score_head: the model gives one number for each document instead of logits.
         samples_answers: the policy answers prompts before each update, group_size times each.
         streams: the data may be a stream, which has no number of samples.
         teacher_key: the key that names the folder of a frozen model that is only run forward.
@@ -68,7 +103,6 @@ class TrainConfig(
     documents_per_sample: ClassVar[int] = 1
     has_reference: ClassVar[bool] = False
     pairs: ClassVar[str] = ""
-    has_score_head: ClassVar[bool] = False
     teacher_key: ClassVar[str] = ""
     reads_teacher_logits: ClassVar[bool] = False
     streams: ClassVar[bool] = False
@@ -114,6 +148,12 @@ class TrainConfig(
             "open block",
             "How tensor parallelism splits layers.",
             unused="the trainer uses its own plan",
+        ),
+        Key(
+            "custom_sharded_layers",
+            "texts",
+            "Layers to shard separately.",
+            unused="each block, embedding and output head are sharded separately",
         ),
         Key(
             "memory_efficient_fsdp_wrap",
@@ -225,29 +265,9 @@ class TrainConfig(
         return self.reference_of(vars(self))
 
     @property
-    def quantizes_teacher(self) -> bool:
-        """Whether the teacher is held in NF4."""
-        return False
-
-    @property
-    def model_folder(self) -> Path:
-        """The Hugging Face folder that the weights come from."""
-        return Path(self.checkpointer["checkpoint_dir"])
-
-    @property
-    def reads_weights(self) -> bool:
-        """Whether training begins with the weights of the model's folder."""
-        return True
-
-    @property
-    def fp8_recipe(self) -> str | None:
-        """How the products of the blocks are scaled in fp8; None without it."""
-        return self.fp8_recipe_name if self.enable_fp8_training else None
-
-    @property
-    def row_multiple(self) -> int:
-        """What the length of every row must be divisible by, for tensor parallelism and fp8."""
-        return math.lcm(self.tensor_parallel_dim, FP8_MULTIPLE if self.enable_fp8_training else 1)
+    def packs(self) -> bool:
+        """Whether rows hold several documents."""
+        return bool(self.dataset.get("packed"))
 
     @property
     def data_cache(self) -> Path:

@@ -65,7 +65,8 @@ def block(kind: str, place: Path) -> str:
         "modules": f"setup: [export MODULEPATH={place}/modules], modules: [llm]",
         "apptainer": f"{image}, setup: [export APPTAINER={apptainer}]",
     }
-    return f"+environment={{kind: {kind}, {own.get(kind, image)}}}"
+    named = "venv" if kind == "modules" else kind
+    return f"+environment={{kind: {named}, {own.get(kind, image)}}}"
 
 
 @pytest.mark.named

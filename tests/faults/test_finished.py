@@ -37,7 +37,7 @@ import json, os, pathlib, signal, time
 run = pathlib.Path(os.environ["RUN_DIR"])
 (run / "waits").touch()
 while not (run / "go").exists(): time.sleep(0.05)
-told = {"state": "finished", "attempt": int(os.environ["ATTEMPT"])}
+told = {"state": "finished", "attempt": int(os.environ["COOKBOOK_ATTEMPT"])}
 (run / "progress.json").write_text(json.dumps(told))
 os.kill(os.getppid(), signal.SIGSTOP)
 """

@@ -25,7 +25,7 @@ from tests.launcher.slurm.test_job_script import made
 TWICE = """
 import os, pathlib, sys, time
 run = pathlib.Path(os.environ["RUN_DIR"])
-if os.environ["ATTEMPT"] == "0":
+if os.environ["COOKBOOK_ATTEMPT"] == "0":
     (run / "harm.me").touch()
     while not pathlib.Path(os.environ["HARMED"]).exists(): time.sleep(0.05)
     sys.exit(1)
@@ -214,7 +214,7 @@ def test_a_finished_run_whose_python_is_gone_is_completed(place, plain_env):
     script = (
         "import json, os, pathlib\n"
         "run = pathlib.Path(os.environ['RUN_DIR'])\n"
-        "told = {'state': 'finished', 'attempt': int(os.environ['ATTEMPT'])}\n"
+        "told = {'state': 'finished', 'attempt': int(os.environ['COOKBOOK_ATTEMPT'])}\n"
         "(run / 'progress.json').write_text(json.dumps(told, indent=1))\n"
         f"pathlib.Path({str(place / 'venv')!r}, 'bin', 'python').unlink()\n"
     )

@@ -74,6 +74,7 @@ def judged(**changes):
         # Another node may have the library.
         ({"errors": [{**NO_PACKAGE, "message": NO_LIBRARY}]}, "RETRYING run error"),
         ({"not_started": "Unable to contact", "fruitless": 9}, "RETRYING run controller"),
+        ({"not_started": "Unable", "cause_before": "controller"}, "RETRYING run killed"),
         ({"stop_asked": True, "errors": [CRASH]}, "REQUEUED requeue error"),
         ({"stop_asked": True, "fruitless": 4}, "FAILED failed time_limit"),
         ({"cancelled": True, "errors": [KILLED]}, "CANCELLED failed cancelled"),
@@ -216,6 +217,10 @@ SLURMCTLD LOG FOR DETAILS ***
 @pytest.mark.parametrize(("nodes", "names"), [("n2", ["n2"]), ("n[2-3]", ["n2", "n3"])])
 def test_a_lost_node_is_named_and_left_out(run_dir, monkeypatch, recorded, nodes, names):
     monkeypatch.setenv("SLURM_JOB_ID", "11")
+    # scontrol, which writes out a list of nodes, starts with a cluster's configuration only.
+    conf = run_dir / "slurm.conf"
+    conf.write_text("ClusterName=west\nSlurmctldHost=localhost\n")
+    monkeypatch.setenv("SLURM_CONF", str(conf))
     hosts = ["n1", "n2", "n3", "n4"]
     records.begin(run_dir, hosts)
     text = LOST.format(nodes=nodes).replace("\\\n", "")

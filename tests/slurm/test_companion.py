@@ -37,8 +37,9 @@ def test_the_supervisor_calls_it_in_order_and_its_fault_ends_no_attempt(tmp_path
     env = {**os.environ, "RUN_DIR": str(run), "COOKBOOK": str(kit), "PYTHONPATH": str(kit)}
     env |= {"NODES": "1", "RANKS_PER_NODE": "1", "MAX_RETRIES": "1", "JOB_PID": str(os.getpid())}
     argv = [sys.executable, "-P", "-m", "slurm.supervise", "--companion", "toy:Toy"]
-    rank = 'until [ "$(grep -c look "$RUN_DIR/moments")" -gt "$ATTEMPT" ]; do sleep 0.05; done; '
-    argv += ["--", "srun", "--wait=1", "bash", "-c", f'{rank} exit "$((ATTEMPT == 0))"']
+    rank = "k=$COOKBOOK_ATTEMPT; "
+    rank += 'until [ "$(grep -c look "$RUN_DIR/moments")" -gt "$k" ]; do sleep 0.05; done; '
+    argv += ["--", "srun", "--wait=1", "bash", "-c", f'{rank} exit "$((k == 0))"']
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
     host = os.uname().nodename.partition(".")[0]

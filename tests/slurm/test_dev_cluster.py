@@ -60,7 +60,12 @@ def test_sbatch_test_only_answers_like_a_gpu_cluster(
 def at_rest(cluster: SlurmCluster) -> dict[int, str]:
     """The processes of a cluster, once no job of an earlier test is ending."""
     ending = ("slurmstepd", "bash", "sleep")
-    until(lambda: not any(n.startswith(ending) for n in processes_of(cluster.state).values()), 180)
+
+    def there() -> str:
+        found = processes_of(cluster.state).items()
+        return ", ".join(f"{pid} {name}" for pid, name in found if name.startswith(ending))
+
+    until(lambda: not there(), 60, there)
     return processes_of(cluster.state)
 
 

@@ -29,7 +29,7 @@ def node(rank: int, port: int, nodes: int = 3, **changes: str) -> subprocess.Pop
         "NODE_RANK": str(rank),
         "NODES": str(nodes),
         "RUN_DIR": "/runs/one",
-        "ATTEMPT": "0",
+        "COOKBOOK_ATTEMPT": "0",
         "HEAD_ADDR": "127.0.0.1",
         "HEAD_PORT": str(port),
         "ONE_HOST": "yes",
@@ -180,7 +180,10 @@ def test_a_node_that_cannot_read_the_files_records_a_permanent_fault(tmp_path, m
     # What an earlier attempt has read is there: a retry may help.
     for attempt, permanent in (("0", True), ("1", False)):
         done = subprocess.run(
-            ["bash", "-c", script], env={**env, "ATTEMPT": attempt}, capture_output=True, text=True
+            ["bash", "-c", script],
+            env={**env, "COOKBOOK_ATTEMPT": attempt},
+            capture_output=True,
+            text=True,
         )
         assert done.returncode == 1 and "trained" not in done.stdout
         fault = json.loads((logs / "error_node_0.json").read_text())

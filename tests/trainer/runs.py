@@ -17,6 +17,8 @@ import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from runspec.keys.key import keys_of
+from runspec.keys.train import ModelSpec
 from tests.model_sizes import DEMO as MODEL_SIZES
 from tests.trainer.forks import ROOT as ROOT
 from tests.trainer.forks import Ranks, environment
@@ -112,6 +114,12 @@ def lora_model(**changes: Any) -> dict[str, Any]:
         "lora_alpha": 8,
         **MODEL_SIZES,
     } | changes
+
+
+def spec_of(model: dict[str, Any], **changes: Any) -> ModelSpec:
+    """What a config with this model block says of the model; its other keys have their defaults."""
+    keys = {name: key.default for name, key in keys_of(ModelSpec).items() if "." not in name}
+    return ModelSpec(**keys | {"model": model, "tokenizer": {}, "checkpointer": {}} | changes)
 
 
 def start(

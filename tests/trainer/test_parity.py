@@ -79,6 +79,7 @@ def stock_losses(ours: Path, folder: Path, method: str) -> list[float]:
     return [float(value) for value in re.findall(r"loss:(\S+)", text)]
 
 
+@pytest.mark.long
 def test_tensorboard_shows_what_metrics_jsonl_holds(tmp_path, model_folder, dataset):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

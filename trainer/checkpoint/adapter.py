@@ -10,12 +10,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from runspec.files import DamagedFile, patient_json
+from runspec.keys.train import ModelSpec
 from trainer.checkpoint import weights
-from trainer.config import TrainConfig
 from trainer.errors import ConfigError
-from trainer.layers.adapters.base import kind_of_layer
 from trainer.layers.adapters.peft_config import REMEDY
-from trainer.model import PEFT_PREFIX, SCORE, Decoder, Loaded, plain_name
+from trainer.model import PEFT_PREFIX, SCORE, Decoder, pattern
 from trainer.models.build import Model
 
 KEY = "checkpointer.adapter_checkpoint"
@@ -26,34 +25,30 @@ FILE, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 
 
 @torch.no_grad()
-def load(model: Model, config: TrainConfig) -> Path:
-    """Fill the model's adapter from the file that the config names; return its path.
+def load(model: Model, spec: ModelSpec) -> Path:
+    """Fill the model's adapter from the file that `spec` names; return its path.
 
-    Each rank keeps its own part of each tensor. The adapter's scale becomes that of the layers.
+    Each rank keeps its own part of each tensor.
 
     Raises:
         ConfigError: the file cannot be read, or its adapter is not the model's: all differences.
     """
-    path, adapter = read(model.module, config)
+    path, tensors = read(model.module, spec)
     whole = dict(saved_of(model.module).values())
     for name, parameter in (_adapter_parameters(model.module) | whole).items():
-        weights.fill(parameter, adapter.tensors[name])
-    if model.module.score_head is not None and SCORE in adapter.tensors:
-        weights.fill(model.module.score_head.weight, adapter.tensors[SCORE])
-    modules = {plain_name(name): m for name, m in model.module.named_modules()}
-    for name, attributes in adapter.attributes.items():
-        for attribute, value in attributes.items():
-            setattr(modules[name], attribute, value)
+        weights.fill(parameter, tensors[name])
+    if model.module.score_head is not None and SCORE in tensors:
+        weights.fill(model.module.score_head.weight, tensors[SCORE])
     return path
 
 
-def read(model: Decoder, config: TrainConfig) -> tuple[Path, Loaded]:
-    """The adapter that the config names, checked against `model`, which may be on the meta device.
+def read(model: Decoder, spec: ModelSpec) -> tuple[Path, dict[str, torch.Tensor]]:
+    """The adapter that `spec` names, checked against `model`, which may be on the meta device.
 
     Raises:
         ConfigError: the file cannot be read, or its adapter is not the model's: all differences.
     """
-    path = file_of(config)
+    path = file_of(spec)
     if model.adapter is None:
         raise ConfigError(
             f"{KEY}: the model has no adapter; set model.lora_rank or model.adapter, or "
@@ -78,10 +73,10 @@ def read(model: Decoder, config: TrainConfig) -> tuple[Path, Loaded]:
     whole |= _score(model, tensors, faults)
     if whole and settings is not None:
         settings = {key: value for key, value in settings.items() if key != "modules_to_save"}
-    faults += _other_base(model, config, tensors)
+    faults += _other_base(model, spec, tensors)
     loaded = model.adapter.from_peft(model, weights.hub_tensors(model), tensors, settings, faults)
     # Another rank shows in the shapes, too.
-    differences = _differences(_adapter_parameters(model), loaded.tensors)
+    differences = _differences(_adapter_parameters(model), loaded)
     some = (settings or {}).get("layers_to_transform")
     if differences and some is not None:
         differences = [
@@ -90,13 +85,10 @@ def read(model: Decoder, config: TrainConfig) -> tuple[Path, Loaded]:
         ]
     if faults := faults or differences:
         raise ConfigError(*(f"{KEY}: {fault}" for fault in dict.fromkeys(faults)))
-    loaded.tensors.update(whole)
-    return path, loaded
+    return path, loaded | whole
 
 
-def _other_base(
-    model: Decoder, config: TrainConfig, tensors: dict[str, torch.Tensor]
-) -> Iterator[str]:
+def _other_base(model: Decoder, spec: ModelSpec, tensors: dict[str, torch.Tensor]) -> Iterator[str]:
     """Take PEFT's copies of embedding and output head out of tensors; a fault if they are others.
 
     PEFT adds them if an adapter is over one of these.
@@ -104,7 +96,7 @@ def _other_base(
     copies = {name: tensors.pop(name) for name in [*tensors] if name.endswith(_BASE_LAYER)}
     if not copies:
         return
-    source = weights.SafetensorsSource.open(config.checkpointer)
+    source = weights.SafetensorsSource.open(spec.checkpointer)
     for name, copy in copies.items():
         table = name.removeprefix(PEFT_PREFIX).removesuffix(_BASE_LAYER)
         key = model.file_name(f"{table}.weight")
@@ -118,7 +110,7 @@ def _other_base(
         ):
             yield (
                 f"contains other weights of {name.removeprefix(PEFT_PREFIX)} than "
-                f"{config.model_folder}; {REMEDY}"
+                f"{spec.model_folder}; {REMEDY}"
             )
 
 
@@ -152,12 +144,12 @@ def _settings(file: Path) -> dict[str, Any] | None:
         raise ConfigError(f"{error}; copy it again from where it was made") from None
 
 
-def file_of(config: TrainConfig) -> Path:
-    """The adapter's file that the config names.
+def file_of(spec: ModelSpec) -> Path:
+    """The adapter's file that `spec` names.
 
     A relative path counts from here, then from checkpoint_dir. Raises ConfigError if it is missing.
     """
-    named, model_folder = config.checkpointer["adapter_checkpoint"], config.model_folder
+    named, model_folder = spec.checkpointer["adapter_checkpoint"], spec.model_folder
     given = Path(named).expanduser()
     path = next((p for p in (given, model_folder / given) if p.exists()), None)
     if path is None:
@@ -182,12 +174,12 @@ def _adapter_parameters(module: Decoder) -> dict[str, nn.Parameter]:
 
 def _differences(own: dict[str, nn.Parameter], tensors: dict[str, torch.Tensor]) -> list[str]:
     """One line per kind of layer that only one of the two has, or that has another rank."""
-    missing = {kind_of_layer(name) for name in own.keys() - tensors.keys()}
-    surplus = {kind_of_layer(name) for name in tensors.keys() - own.keys()}
+    missing = {pattern(name) for name in own.keys() - tensors.keys()}
+    surplus = {pattern(name) for name in tensors.keys() - own.keys()}
     faults = [f"has nothing for the model's {kind}" for kind in sorted(missing)]
     faults += [f"contains {kind}, the model has none" for kind in sorted(surplus)]
     shapes = {
-        kind_of_layer(name): (list(tensors[name].shape), list(parameter.shape))
+        pattern(name): (list(tensors[name].shape), list(parameter.shape))
         for name, parameter in own.items()
         if name in tensors and tensors[name].shape != parameter.shape
     }

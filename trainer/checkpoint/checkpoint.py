@@ -22,12 +22,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from runspec import files
-from runspec.keys.key import may_change
-from runspec.keys.train import TrainConfig
 from trainer.checkpoint.committed import CommittedCheckpoints, TrainerState, hashes
 from trainer.checkpoint.staging import available_bytes, stage, staged_bytes
-from trainer.errors import CheckpointError, ConfigError
+from trainer.errors import CheckpointError
 from trainer.parallel.world import TIMEOUT, World
 
 # The kernel needs some memory of its own while files are written.
@@ -120,11 +117,7 @@ class Checkpoints:
         return [self._news.popleft() for _ in range(len(self._news))]
 
     def load(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        run: dict[str, Any],
-        settings: dict[str, Any] | None = None,
+        self, model: nn.Module, optimizer: Optimizer, run: dict[str, Any]
     ) -> TrainerState | None:
         """Restore the newest sound checkpoint; None if there is no checkpoint at all.
 
@@ -132,7 +125,6 @@ class Checkpoints:
 
         Args:
             run: what this start's config says; it must equal what the checkpoint was made with.
-            settings: what it says of keys that may change, for messages.
 
         Raises:
             CheckpointError: there are checkpoints and all are damaged.
@@ -141,15 +133,10 @@ class Checkpoints:
         """
         world = self._world
         damaged: dict[int, str] = {}
-        for step, said in (world.on_main(self.committed.copies) or {}).items():
-            world.say(
-                f"note: checkpoints/step_{step} is a copy of the checkpoint of step {said}, by its "
-                f"{files.CHECKPOINT_MANIFEST}, and is not used"
-            )
         for step in reversed(self.steps()):
             fault = self._agreed_fault(step)
             if fault is None:
-                state = self._restore(step, model, optimizer, run, settings or {})
+                state = self._restore(step, model, optimizer, run)
                 world.on_main(lambda: self.committed.rename_damaged(damaged))
                 return state
             damaged[step] = fault
@@ -258,12 +245,7 @@ class Checkpoints:
         return next(filter(None, world.gather(own)), None)
 
     def _restore(
-        self,
-        step: int,
-        model: nn.Module,
-        optimizer: Optimizer,
-        run: dict[str, Any],
-        settings: dict[str, Any],
+        self, step: int, model: nn.Module, optimizer: Optimizer, run: dict[str, Any]
     ) -> TrainerState:
         from trainer.checkpoint import sharded
 
@@ -273,20 +255,7 @@ class Checkpoints:
         layout = (world.size, world.tensor_parallel_dim)
         same_layout = (state.world_size, state.tensor_parallel_dim) == layout
         rank = world.rank if same_layout else None
-        try:
-            sharded.restore(folder, model, optimizer, world, rank)
-        except sharded.MissingStateError as missing:
-            changes = [
-                text
-                for text in state.changes(settings)
-                if text.startswith("optimizer.")
-                and not may_change(TrainConfig.keys(), text.partition(" ")[0])
-            ]
-            raise ConfigError(
-                f"optimizer: checkpoints/step_{step} has no {missing} of a parameter, which the "
-                f"config's optimizer needs: {'; '.join(changes) or 'its keys have changed'}; undo "
-                "it and resume again, or submit a new run"
-            ) from None
+        sharded.restore(folder, model, optimizer, world, rank)
         if not same_layout:
             # Dropout cannot go on as it would have: the ranks see other samples now. A seed of its
             # own keeps them from drawing the masks of the first steps again. The data goes on

@@ -33,7 +33,6 @@ HINTS = {
     "dataset_size": "the number of samples or packed rows",
     "dataset_sha256": "the samples, or the tokenizer",
     "packed_row_length": "dataset.packed and tokenizer.max_seq_len",
-    "lora_scaling": "model.lora_alpha, or the adapter that checkpointer.adapter_checkpoint names",
     "base_weights": "checkpointer.checkpoint_dir contains other weights than the adapter's base",
     "method": "model._component_ and model.quantize_base",
 }
@@ -117,15 +116,8 @@ class CommittedCheckpoints:
         self._attempt, self._keep = attempt, keep
 
     def steps(self) -> list[int]:
-        """The steps of the committed checkpoints, ascending; copies of others are left out."""
-        return [step for step, said in self._folders().items() if step == said]
-
-    def copies(self) -> dict[int, int]:
-        """By the step in its name, the step of each checkpoint that was copied or renamed."""
-        return {step: said for step, said in self._folders().items() if step != said}
-
-    def _folders(self) -> dict[int, int]:
-        return _read(lambda folder: files.checkpoint_folders(folder.parent), self.folder)
+        """The steps of the committed checkpoints, ascending."""
+        return _read(files.checkpoint_folders, self.folder)
 
     def of(self, step: int) -> Path:
         """The folder of the checkpoint of `step`."""
@@ -196,8 +188,6 @@ class CommittedCheckpoints:
         files.write_text(temporary / files.CHECKPOINT_COMPLETE, files.sha256(manifest) + "\n")
         files.fsync_path(temporary)
         self._check_lease()
-        if state.step in self.copies():
-            self._set_aside(state.step, f"copy_{self.of(state.step).name}")
         # Ranks of an older start, on a node that was given up, may have come as far as this one.
         publish.finish(temporary, self.of(state.step), "replace")
         files.fsync_path(self.folder)
@@ -226,7 +216,10 @@ class CommittedCheckpoints:
             manifest = b""
         if hashlib.sha256(manifest).hexdigest().encode() != marker.strip():
             return "the manifest is missing or changed"
-        entries = json.loads(manifest)["files"]
+        content = json.loads(manifest)
+        if content["step"] != step:
+            return f"it is a copy of the checkpoint of step {content['step']}"
+        entries = content["files"]
         for name in sorted(entries)[part::parts]:
             entry, path = entries[name], folder / name
             try:
@@ -243,12 +236,9 @@ class CommittedCheckpoints:
         """Rename damaged checkpoints, so that they are neither counted nor lost."""
         for step, fault in damaged.items():
             print(f"checkpoints/step_{step} is damaged and renamed: {fault}", flush=True)
-            self._set_aside(step, f"damaged_step_{step}")
-
-    def _set_aside(self, step: int, name: str) -> None:
-        aside = self.folder / name
-        shutil.rmtree(aside, ignore_errors=True)
-        os.rename(self.of(step), aside)
+            aside = self.folder / f"damaged_step_{step}"
+            shutil.rmtree(aside, ignore_errors=True)
+            os.rename(self.of(step), aside)
 
     def _check_lease(self) -> None:
         """A lost node may come back and write; only the newest start may commit."""

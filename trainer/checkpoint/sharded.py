@@ -32,14 +32,6 @@ _TORCH_WRITER = "inline_container.cc"
 warnings.filterwarnings("ignore", module="torch.distributed.checkpoint")
 
 
-class MissingStateError(Exception):
-    """names: what a checkpoint does not hold, and the optimizer needs of each parameter."""
-
-    def __init__(self, names: list[str]) -> None:
-        self.names = names
-        super().__init__(", ".join(names))
-
-
 @contextmanager
 def _plain_errors(group: ProcessGroup, remedy: str) -> Iterator[None]:
     """Turn torch's checkpoint error, which is no Exception, into what this rank has to say.
@@ -89,14 +81,8 @@ def restore(
 
     Args:
         rank: whose random state to restore; None restores none.
-
-    Raises:
-        MissingStateError: the optimizer keeps more about a parameter than the checkpoint's did.
     """
     saved = content(model, optimizer, 0 if rank is None else rank)
-    needed = {name for state in saved["optimizer"]["state"].values() for name in state}
-    if missing := needed - _optimizer_state(folder):
-        raise MissingStateError(sorted(missing))
     read = {"model": saved["model"], "optimizer": {"state": saved["optimizer"]["state"]}}
     _read(folder, read, world, {} if rank is None else {"random": saved["random"]})
     state_dict.set_model_state_dict(model, saved["model"], options=FROZEN_ABSENT)
@@ -105,12 +91,6 @@ def restore(
     )
     if rank is not None:
         _set_random_state(saved["random"][str(rank)])
-
-
-def _optimizer_state(folder: Path) -> set[str]:
-    """The names of the optimizer's state for a parameter in a checkpoint."""
-    keys = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    return {key.rpartition(".")[2] for key in keys if key.startswith("optimizer.state.")}
 
 
 def restore_weights(folder: Path, model: nn.Module, world: World) -> None:
@@ -148,15 +128,8 @@ def _read(folder: Path, tensors: dict[str, Any], world: World, own: dict[str, An
         for key in place[:-1]:
             holder = holder[key]
         holder[place[-1]] = read[place[0]][".".join(place[1:])]
-    # A step count of each parameter, say: together, instead of one by one.
-    small = {place for place, each in shared.items() if each.numel() == 1 and groups[place]}
-    mine = {place: shared[place] for place in small if copies.reads(groups[place], shares[place])}
-    values = {place: value for part in world.gather(mine) for place, value in part.items()}
     for place, each in shared.items():
-        if place in small:
-            each.copy_(values[place])
-        else:
-            copies.send(each, groups[place], shares[place])
+        copies.send(each, groups[place], shares[place])
     world.limit(None)
 
 

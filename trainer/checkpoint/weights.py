@@ -223,12 +223,8 @@ def _opened(path: Path, stack: ExitStack) -> Any:
 
 
 def _read(opened: Callable[[], Any], key: str, place: tuple[Any, ...] = ()) -> torch.Tensor:
-    return read_tensor(opened(), key, place)
-
-
-def read_tensor(file: Any, key: str, place: tuple[Any, ...] = ()) -> torch.Tensor:
     """tensor[place]; no more than that is read. () is all."""
-    return file.get_slice(key)[place] if place else file.get_tensor(key)
+    return opened().get_slice(key)[place] if place else opened().get_tensor(key)
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,21 @@
 """The order of the training data and the batches that a rank sees; a pure function of the step."""
 
 import signal
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from trainer.config import TrainConfig, instantiate
-from trainer.data import checks, packing, tokenizers
+from trainer.config import ALL_SHARED, TrainConfig, instantiate
+from trainer.data import packing, tokenizers
 from trainer.data.form import SINGLE, SampleForm
-from trainer.data.source import DataSpec
+from trainer.data.source import Source
 from trainer.data.tokenised import TokenisedDataset, open_dataset
+from trainer.errors import ConfigError
 from trainer.layers.batch import IGNORE_INDEX, MicroBatch
 from trainer.model import Documents, Inputs
 from trainer.parallel.world import World
@@ -143,13 +145,10 @@ class Rows(Collator, Dataset):
         return len(self._begins) - 1
 
     def __getitem__(self, index: int) -> Row:
-        members = self.members(index if index >= 0 else ~index)
+        row = index if index >= 0 else ~index
+        members = self._order[self._begins[row] : self._begins[row + 1]]
         documents = [document for member in members for document in self._documents(int(member))]
         return Row(documents, index >= 0, members)
-
-    def members(self, row: int) -> np.ndarray:
-        """The indices of the samples in a row."""
-        return self._order[self._begins[row] : self._begins[row + 1]]
 
     def collate(self, rows: list[Row]) -> MicroBatch:
         """As Collator.collate, with what belongs to the samples."""
@@ -205,7 +204,51 @@ class BatchSpec:
         )
 
 
-class Batches:
+class TrainingBatches(ABC):
+    """The batches of a run.
+
+    steps_per_epoch, total_steps: optimizer steps. samples_per_step: over all ranks.
+    """
+
+    samples_per_step: int
+    steps_per_epoch: int
+    total_steps: int
+
+    def epoch_of(self, step: int) -> int:
+        """Epoch (from 0) to which the step with this index (from 0) belongs."""
+        return step // self.steps_per_epoch
+
+    @abstractmethod
+    def from_step(self, step: int) -> Iterator[list[MicroBatch]]:
+        """This rank's micro-batches, one list per step, from step index `step` to the last."""
+
+    def state(self, step: int) -> Any:
+        """What a checkpoint of `step` must hold beside the step; all ranks call this together."""
+        return None
+
+    def restore(self, step: int, state: Any) -> None:  # noqa: B027, most need no more than a step
+        """Go on from what `state` returned, whatever the layout was."""
+
+    @property
+    @abstractmethod
+    def identity(self) -> dict[str, Any]:
+        """What must stay the same between a checkpoint and the start that resumes it."""
+
+    @property
+    @abstractmethod
+    def described(self) -> str:
+        """What it is, in words."""
+
+    @abstractmethod
+    def faults(self, key: str, vocab_size: int, max_seq_len: int) -> list[str]:
+        """The faults that samples would cause in a model with this vocabulary and context.
+
+        Args:
+            key: the config's, for messages.
+        """
+
+
+class Batches(TrainingBatches):
     """Global batches in a fixed order, split over the ranks that see different data.
 
     Each epoch is a permutation by (seed, epoch). Nothing is dropped, unless `drops_rest`: the last
@@ -223,12 +266,7 @@ class Batches:
         steps = self.steps_per_epoch * spec.epochs
         self.total_steps = min(steps, spec.max_steps or steps)
 
-    def epoch_of(self, step: int) -> int:
-        """Epoch (from 0) to which the step with this index (from 0) belongs."""
-        return step // self.steps_per_epoch
-
     def from_step(self, step: int) -> Iterator[list[MicroBatch]]:
-        """This rank's micro-batches, one list per step, from step index `step` to the last."""
         loader = DataLoader(
             self.rows,
             batch_sampler=self._index_lists(step),
@@ -243,15 +281,8 @@ class Batches:
         for _ in range(step, self.total_steps):
             yield [next(micro_batches) for _ in range(self._spec.micro_steps)]
 
-    def state(self, step: int) -> None:
-        """What a checkpoint of `step` must hold beside the step: nothing."""
-
-    def restore(self, step: int, state: Any) -> None:
-        """Go on at `step`: `from_step` does."""
-
     @property
     def identity(self) -> dict[str, Any]:
-        """What must stay the same between a checkpoint and the start that resumes it."""
         return {
             "dataset_size": self.size,
             "dataset_sha256": self.rows.samples.sha256,
@@ -262,7 +293,6 @@ class Batches:
 
     @property
     def described(self) -> str:
-        """What it is, in words."""
         rows = self.rows
         samples, each = rows.samples.documents.shape
         count = f"{samples:,} samples" + (f" of {each} documents" if each > 1 else "")
@@ -274,13 +304,29 @@ class Batches:
         )
 
     def faults(self, key: str, vocab_size: int, max_seq_len: int) -> list[str]:
-        """The faults that samples would cause in a model with this vocabulary and context.
-
-        Args:
-            key: the config's, for messages.
-        """
-        rows = self.rows
-        return checks.misfits(key, rows.samples, rows.length, vocab_size, max_seq_len)
+        samples, row_length = self.rows.samples, self.rows.length
+        texts: list[str] = []
+        lengths = samples.documents.max(1)
+        longest = int(lengths.argmax())
+        if row_length is not None and row_length > max_seq_len:
+            texts.append(
+                f"{key}.packed: rows of {row_length} tokens, the model takes {max_seq_len}; "
+                f"set tokenizer.max_seq_len={max_seq_len}"
+            )
+        elif lengths[longest] > max_seq_len:
+            texts.append(
+                f"{key}: {int((lengths > max_seq_len).sum()):,} of {len(samples):,} samples "
+                f"are too long: {samples.origin(longest)} has {lengths[longest]} tokens, "
+                f"the model takes {max_seq_len}; set tokenizer.max_seq_len={max_seq_len}"
+            )
+        highest = int(samples.highest.argmax())
+        if samples.highest[highest] >= vocab_size:
+            texts.append(
+                f"tokenizer: it made token {samples.highest[highest]} of {key}'s "
+                f"{samples.origin(highest)}, the model knows {vocab_size} tokens; "
+                "leave it out, or give the model's own tokenizer"
+            )
+        return texts
 
     def _index_lists(self, first_step: int) -> Iterator[list[int]]:
         epoch, world, size = -1, self._world, self._spec.batch_size
@@ -306,30 +352,6 @@ class Batches:
 def ignore_sigterm(worker: int) -> None:
     """A stop reaches the ranks; the workers go on until their rank is done with them."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-class TrainingBatches(Protocol):
-    """The batches of a run; see `Batches`, which are those of a dataset."""
-
-    samples_per_step: int
-    steps_per_epoch: int
-    total_steps: int
-
-    def epoch_of(self, step: int) -> int: ...
-
-    def from_step(self, step: int) -> Iterator[list[MicroBatch]]: ...
-
-    def state(self, step: int) -> Any: ...
-
-    def restore(self, step: int, state: Any) -> None: ...
-
-    @property
-    def identity(self) -> dict[str, Any]: ...
-
-    @property
-    def described(self) -> str: ...
-
-    def faults(self, key: str, vocab_size: int, max_seq_len: int) -> list[str]: ...
 
 
 @dataclass(frozen=True)
@@ -363,13 +385,24 @@ def build(config: TrainConfig, world: World, form: SampleForm = SINGLE) -> Data:
     tokenizer = world.on_all(lambda: instantiate("tokenizer", config.tokenizer))
     mismatches = world.on_all(lambda: tokenizers.faults(tokenizer, config.model_folder))
     spec = BatchSpec.of(config, world)
-    rows = _opened(DataSpec("dataset", config.dataset, tokenizer, form), config, world, spec.seed)
+    rows = _opened(Source("dataset", config.dataset, tokenizer, form), config, world, spec.seed)
     training = Batches(rows, world, spec)
     own = validation(config, world, tokenizer, form)
     if own is not None:
-        samples = own.rows.samples
-        world.on_all(lambda: checks.overlap(world, training.rows.samples, samples))
+        _compare(world, rows.samples, own.rows.samples)
     return Data(training, own, mismatches)
+
+
+def _compare(world: World, training: TokenisedDataset, validation: TokenisedDataset) -> None:
+    """A validation loss over samples that are trained on says nothing."""
+    equal = int(np.isin(validation.fingerprints, training.fingerprints).sum())
+    if equal == len(validation):
+        raise ConfigError(ALL_SHARED)
+    if equal:
+        world.say(
+            f"note: dataset_val: {equal:,} of {len(validation):,} samples are the same as "
+            "samples of dataset"
+        )
 
 
 def validation(
@@ -378,18 +411,28 @@ def validation(
     """One pass over dataset_val; None without it. Raises ConfigError as `build`."""
     if config.dataset_val is None:
         return None
-    spec = DataSpec("dataset_val", config.dataset_val, tokenizer, form)
-    rows = _opened(spec, config, world, None)
+    source = Source("dataset_val", config.dataset_val, tokenizer, form)
+    rows = _opened(source, config, world, None)
     return Batches(rows, world, BatchSpec(config.batch_size_val or config.batch_size))
 
 
-def _opened(spec: DataSpec, config: TrainConfig, world: World, packing_seed: int | None) -> Rows:
+def _opened(source: Source, config: TrainConfig, world: World, packing_seed: int | None) -> Rows:
     """The rows of a dataset as its block asks for: packed, or a sample each."""
-    samples = open_dataset(spec, config, world)
-    world.on_all(lambda: checks.targets(spec.key, samples, world))
+    samples = open_dataset(source, config, world)
+    empty = int((samples.targets == 0).sum())
+    if empty == len(samples):
+        raise ConfigError(
+            f"{source.key}: no sample has a token to train on; "
+            "check the answers' column and tokenizer.max_seq_len"
+        )
+    if empty:
+        world.say(
+            f"note: {source.key}: {empty:,} of {len(samples):,} samples hold no token to train on "
+            "(no answer, or it begins after tokenizer.max_seq_len)"
+        )
     max_seq_len = config.tokenizer.get("max_seq_len")
     for note in samples.notes(max_seq_len):
-        world.say(f"note: {spec.key}: {note}")
-    row_length = max_seq_len if spec.given.get("packed") else None
-    pad_id = getattr(spec.tokenizer, "pad_id", 0)
+        world.say(f"note: {source.key}: {note}")
+    row_length = max_seq_len if source.given.get("packed") else None
+    pad_id = getattr(source.tokenizer, "pad_id", 0)
     return Rows(samples, pad_id, config.row_multiple, row_length, packing_seed)

@@ -1,8 +1,7 @@
 """What a method reads of each sample of a dataset, and which documents share a batch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -25,14 +24,6 @@ class SampleForm:
     def count(self) -> int:
         """Documents in a sample."""
         return len(self.documents)
-
-    def share(self, block: Mapping[str, Any]) -> bool:
-        """Whether the documents of a sample have one limit together: they are in a packed row.
-
-        Args:
-            block: the dataset's.
-        """
-        return self.count > 1 and bool(block.get("packed"))
 
 
 def cut_at(lengths: Sequence[int], limit: int) -> int:

@@ -1,7 +1,6 @@
 """Marks in the texts of a conversation, which show where each text is in a rendering."""
 
 import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -43,20 +42,14 @@ class Rendering(NamedTuple):
 
 @dataclass
 class Marker:
-    """Copies turns and tools with a mark in every text.
-
-    Prompts of the same role and text have the same mark, as templates compare messages.
-    """
+    """Copies turns and tools with a mark in every text."""
 
     sign: str
     parts: list[Part] = field(default_factory=list)
-    _of_prompts: dict[tuple[str, str], int] = field(default_factory=dict)
-    placed: Counter[int] = field(default_factory=Counter)
 
     def new(self, part: Part) -> str:
         """A mark for a part of its own."""
         self.parts.append(part)
-        self.placed[len(self.parts) - 1] += 1
         return f"{self.sign}{len(self.parts) - 1}{self.sign}"
 
     def read(self, text: str) -> Rendering:
@@ -96,14 +89,7 @@ class Marker:
         half = len(text.rstrip()) // 2
         space = re.compile(r"\s").search(text.rstrip(), half)
         at = space.start() if space else half
-        number = self._of_prompts.get((kind, text))
-        if number is None:
-            mark = self.new(Part(index, kind))
-            self._of_prompts[kind, text] = len(self.parts) - 1
-        else:
-            mark = f"{self.sign}{number}{self.sign}"
-            self.placed[number] += 1
-        return text[:at] + mark + text[at:]
+        return text[:at] + self.new(Part(index, kind)) + text[at:]
 
     def _answer(self, text: str, index: int) -> str:
         head, tag, tail = text.rpartition("</think>")

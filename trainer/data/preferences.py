@@ -189,11 +189,6 @@ class UnpairedPreferenceDataset(Preferences):
 
     names = SINGLE_COLUMNS
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        # The last sample whose other one was looked for: its index, its prompt, and that one.
-        self._looked: dict[int, tuple[int, Any, int]] = {}
-
     @property
     def _are_pairs(self) -> bool:
         return self._columns["chosen"] in self.rows.column_names
@@ -222,20 +217,12 @@ class UnpairedPreferenceDataset(Preferences):
     ) -> tuple[list[int], list[int]]:
         """A prompt with the answer of another record, as _documents."""
         each, asked = (2 if self._are_pairs else 1), self._asked(row, prompt)
-        begin, end, side = index - each, index - len(self), index % each
-        before, known, last = self._looked.get(side, (None, None, 0))
-        if before == begin and known == asked:
-            # Answers to one prompt are neighbours, and all between here and there are such.
-            begin = last
-        self._looked[side] = index, asked, end
-        for other in range(begin, end, -each):
+        for other in range(index - each, index - len(self), -each):
             # A record before it that cannot be used is a fault of its own, and none of this one.
             with suppress(ConfigError):
                 there, answer, _ = self._single(other % len(self))
                 if self._asked(there, answer.prompt) != asked:
-                    made = self._documents(Answer(prompt, answer.answer), row, "other")
-                    self._looked[side] = index, asked, other
-                    return made
+                    return self._documents(Answer(prompt, answer.answer), row, "other")
         raise ConfigError(
             "there is no other record to use; this method needs answers to at least two prompts"
         )

@@ -8,7 +8,6 @@ from typing import Any
 from runspec import prepared
 from runspec.files import patient_json
 from runspec.keys.fields import STREAM
-from trainer.config import instantiate
 from trainer.errors import ConfigError
 
 _BY_FORMAT = {
@@ -28,20 +27,6 @@ _TEXTS = (
 )
 
 
-def prepared_dataset(tokenizer: Any, *, data_dir: str, **block: Any) -> Any:
-    """A split of a prepared set, as torchtune's dataset for its format.
-
-    Args:
-        tokenizer: with tokenize_messages, or encode for plain texts.
-        data_dir: the folder of the split's Parquet files.
-        block: the other keys of the config's dataset block.
-
-    Raises:
-        ConfigError: there is no such split, or its format is of another method.
-    """
-    return instantiate("dataset", by_files({"data_dir": data_dir, **block}), tokenizer)
-
-
 def by_files(block: Mapping[str, Any], preferences: str = "") -> dict[str, Any]:
     """Return a dataset block that names the files of a prepared split, and how they are read.
 
@@ -50,7 +35,7 @@ def by_files(block: Mapping[str, Any], preferences: str = "") -> dict[str, Any]:
         preferences: the component that reads preference pairs; "" refuses them.
 
     Raises:
-        ConfigError: as prepared_dataset.
+        ConfigError: there is no such split, or its format is of another method.
     """
     folder = Path(str(block["data_dir"]))
     shards = sorted(str(path) for path in folder.glob("*.parquet"))

@@ -4,7 +4,6 @@ It reads, cuts, packs and labels them by the code that training uses, and keeps 
 """
 
 import inspect
-import json
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -12,17 +11,14 @@ import numpy as np
 
 from trainer.config import TrainConfig, instantiate
 from trainer.data.batches import Collator
-from trainer.data.checks import ALL_SHARED
 from trainer.data.form import SINGLE, SampleForm
 from trainer.data.packing import pack
-from trainer.data.source import DataSpec, Piece, Source, omission_notes
+from trainer.data.source import Piece, Source, omission_notes
 from trainer.errors import ConfigError
 
 # Number of samples that are counted, and of faults whose line is named.
 FIRST = 1000
 FAULTS = 20
-# Number of training samples that are compared with those of the validation data.
-COMPARED = 20_000
 # What decoding puts in the place of bytes that are no character, or not yet.
 INCOMPLETE = "\ufffd"
 
@@ -42,7 +38,6 @@ def previews(
     """
     previewed: list[dict[str, Any]] = []
     faults: list[str] = []
-    sources: list[Source] = []
     try:
         tokenizer = instantiate("tokenizer", config.tokenizer)
     except ConfigError as error:
@@ -50,36 +45,12 @@ def previews(
     for key in ("dataset", "dataset_val"):
         block = getattr(config, key)
         if block is not None:
-            spec = DataSpec(key, block, tokenizer, form)
             try:
-                source = Source(spec)
-                previewed.append(_preview(spec, source, config, count, faults))
-                sources.append(source)
+                source = Source(key, block, tokenizer, form)
+                previewed.append(_preview(source, config, count, faults))
             except ConfigError as error:
                 faults += error.faults
-    if len(sources) == 2:
-        _compare(sources[0], sources[1], previewed[1], faults)
     return previewed, faults
-
-
-def _compare(
-    training: Source, validation: Source, shown: dict[str, Any], faults: list[str]
-) -> None:
-    """Append what both hold to `faults`, if it is all, or to the notes of `shown`."""
-
-    def keys(source: Source, most: int) -> Iterator[str]:
-        rows = map(source.row, range(min(most, len(source))))
-        return (json.dumps(row, sort_keys=True, default=str) for row in rows if row is not None)
-
-    known = set(keys(training, COMPARED))
-    same = sum(key in known for key in keys(validation, FIRST))
-    if same == len(validation):
-        faults.append(ALL_SHARED)
-    elif same:
-        shown["notes"].append(
-            f"{same:,} of its first {shown['read']:,} samples are in dataset, too, so that the "
-            "validation loss looks better than it is"
-        )
 
 
 class _First(NamedTuple):
@@ -111,9 +82,7 @@ def _read(source: Source, count: int, faults: list[str]) -> tuple[list[_First], 
     return read, wrong
 
 
-def _preview(
-    spec: DataSpec, source: Source, config: TrainConfig, count: int, faults: list[str]
-) -> dict[str, Any]:
+def _preview(source: Source, config: TrainConfig, count: int, faults: list[str]) -> dict[str, Any]:
     """Counts over the first samples, how full their packed rows are, and the decoded ones.
 
     Appends to `faults` those of samples that cannot be tokenised.
@@ -130,7 +99,6 @@ def _preview(
     split = [each.sample for each in read if each.parts > 1]
     return {
         "key": source.key,
-        "component": spec.given["_component_"],
         "samples": len(source),
         "read": number,
         "faulty": wrong,
@@ -143,27 +111,27 @@ def _preview(
         "split": len(set(split)),
         "split_into": len(split),
         "dropped": targets.count(0),
-        "rows": _rows(spec, config, lengths) if spec.given.get("packed") and read else None,
+        "rows": _rows(source, config, lengths) if source.given.get("packed") and read else None,
         "notes": notes,
         "shown": [
             shown
             for place, each in enumerate(read[:count], 1)
-            for shown in _shown(source, spec.tokenizer, each, place)
+            for shown in _shown(source, each, place)
         ],
     }
 
 
-def _rows(spec: DataSpec, config: TrainConfig, lengths: np.ndarray) -> dict[str, Any]:
+def _rows(source: Source, config: TrainConfig, lengths: np.ndarray) -> dict[str, Any]:
     """How many packed rows the samples fill, and how far."""
     limit = config.tokenizer["max_seq_len"]
     # The loop has no order for dataset_val.
-    seed = config.seed if config.shuffle and spec.key == "dataset" else None
+    seed = config.seed if config.shuffle and source.key == "dataset" else None
     length = Collator(0, config.row_multiple, limit).length or limit
     count = len(pack(lengths, limit, seed))
     return {"count": count, "length": length, "filled": float(lengths.sum()) / (count * length)}
 
 
-def _shown(source: Source, tokenizer: Any, each: _First, number: int) -> Iterator[dict[str, Any]]:
+def _shown(source: Source, each: _First, number: int) -> Iterator[dict[str, Any]]:
     """Each document of a sample, decoded."""
     piece, targets = each.piece, each.piece.targets
     ends = np.cumsum(piece.lengths)
@@ -176,7 +144,7 @@ def _shown(source: Source, tokenizer: Any, each: _First, number: int) -> Iterato
             "tokens": int(end - begin),
             "trained_tokens": int(targets[begin:end].sum()),
             "left_out_tokens": piece.left_out,
-            "spans": spans(tokenizer, piece.tokens[begin:end].tolist(), targets[begin:end]),
+            "spans": spans(source.tokenizer, piece.tokens[begin:end].tolist(), targets[begin:end]),
         }
 
 

@@ -16,17 +16,35 @@ class Prompts(Rows):
     An end token follows, the only one that is trained, so that a sample has a place for an answer.
     Without a chat template the prompt is the text as it is.
 
+    The other columns are for reward functions.
+
     Args:
-        column: a text, or messages {role, content} that end with a question.
-        system: a system prompt before it.
+        column_map: the column of "prompt", if it has another name: a text, or messages {role,
+            content} that end with a question.
+        new_system_prompt: stands before it.
         rows: see Rows.
+
+    Raises:
+        ConfigError: the tokenizer is not that of a Hugging Face folder.
     """
 
     def __init__(
-        self, tokenizer: HuggingFaceTokenizer, column: str, system: str | None, **rows: Any
+        self,
+        tokenizer: Any,
+        *,
+        source: str,
+        column_map: Mapping[str, str] | None = None,
+        new_system_prompt: str | None = None,
+        **rows: Any,
     ) -> None:
-        super().__init__(**rows)
-        self._tokenizer, self._column, self._system = tokenizer, column, system
+        if not isinstance(tokenizer, HuggingFaceTokenizer):
+            raise ConfigError(
+                "dataset: prompts need the model's own chat template; set tokenizer._component_="
+                "trainer.data.tokenizers.hugging_face_tokenizer"
+            )
+        super().__init__(source=source, **rows)
+        self._tokenizer, self._system = tokenizer, new_system_prompt
+        self._column = (column_map or {}).get("prompt", "prompt")
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:
         row, own = self.row(index), self._tokenizer
@@ -51,26 +69,5 @@ class Prompts(Rows):
         return {"tokens": [*tokens, end], "labels": [IGNORE_INDEX] * len(tokens) + [end]}
 
 
-def prompt_dataset(
-    tokenizer: Any,
-    *,
-    source: str,
-    column_map: Mapping[str, str] | None = None,
-    new_system_prompt: str | None = None,
-    **rows: Any,
-) -> Prompts:
-    """Prompts of a column; the others are for reward functions. See Prompts and Rows.
-
-    Args:
-        column_map: the column of "prompt", if it has another name.
-
-    Raises:
-        ConfigError: the tokenizer is not that of a Hugging Face folder.
-    """
-    if not isinstance(tokenizer, HuggingFaceTokenizer):
-        raise ConfigError(
-            "dataset: prompts need the model's own chat template; set tokenizer._component_="
-            "trainer.data.tokenizers.hugging_face_tokenizer"
-        )
-    column = (column_map or {}).get("prompt", "prompt")
-    return Prompts(tokenizer, column, new_system_prompt, source=source, **rows)
+# Recipes name it so.
+prompt_dataset = Prompts

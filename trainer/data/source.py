@@ -7,13 +7,13 @@ sample.
 import copy
 import math
 from collections.abc import Callable, Mapping, Sized
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from runspec.prepared import COMPONENT
 from runspec.storage import patiently
 from trainer.config import instantiate
 from trainer.data import origin
@@ -22,8 +22,6 @@ from trainer.errors import ConfigError
 from trainer.layers.batch import IGNORE_INDEX
 
 T = TypeVar("T", bound=Sized)
-
-PREPARED = "trainer.data.prepared.prepared_dataset"
 
 # Tokens int32 [n], and bool [n], which of them are trained.
 Document = tuple[np.ndarray, np.ndarray]
@@ -51,51 +49,39 @@ class Piece(NamedTuple):
         return found
 
 
-@dataclass(frozen=True)
-class DataSpec:
-    """A dataset that a config names, and how its samples are read."""
-
-    # Of the config, for messages.
-    key: str
-    # The key's content.
-    given: dict[str, Any]
-    # Its `max_seq_len` cuts documents, if it has one.
-    tokenizer: Any
-    # What the method reads of a sample.
-    form: SampleForm = SINGLE
-
-    @property
-    def shares_limit(self) -> bool:
-        """Whether max_seq_len is for all documents of a sample together."""
-        return self.form.share(self.given)
-
-    @cached_property
-    def block(self) -> dict[str, Any]:
-        """As `read_block` returns it."""
-        return read_block(self.given, self.form)
-
-
 class Source:
-    """The samples of one dataset, tokenised when they are read.
+    """The samples of a dataset, opened when one is asked for, and tokenised when they are read.
 
     omissions: what the chat template left out of the samples that were read, in how many of them,
     and where the first of these is.
 
+    Args:
+        key: of the config, for messages.
+        given: the key's content.
+        tokenizer: its `max_seq_len` cuts documents, if it has one.
+        form: what the method reads of a sample.
+
     Raises:
-        ConfigError: the dataset cannot be opened, or is empty.
+        ConfigError: when opened: the dataset cannot be opened, or is empty.
     """
 
-    def __init__(self, spec: DataSpec) -> None:
-        self.key, self.block, self.form = spec.key, spec.block, spec.form
-        # Its own, as reading changes the limit.
-        self._tokenizer = tokenizer = copy.copy(spec.tokenizer)
-        self._share = spec.shares_limit
-        self._samples = opened(
-            self.key, self.block, lambda: instantiate(self.key, self.block, tokenizer)
-        )
-        self._limit: int | None = getattr(tokenizer, "max_seq_len", None)
+    def __init__(
+        self, key: str, given: dict[str, Any], tokenizer: Any, form: SampleForm = SINGLE
+    ) -> None:
+        self.key, self.given, self.form, self.tokenizer = key, given, form, tokenizer
+        self.block = read_block(given, form)
+        # Whether max_seq_len is for all documents of a sample together.
+        self.shares_limit = form.count > 1 and bool(given.get("packed"))
         self.omissions: dict[str, tuple[int, str]] = {}
-        self.is_text = getattr(self._samples, "is_text", False)
+        # Its own, as reading changes the limit.
+        self._tokenizer = copy.copy(tokenizer)
+        self._limit: int | None = getattr(tokenizer, "max_seq_len", None)
+
+    @cached_property
+    def _samples(self) -> Any:
+        return opened(
+            self.key, self.block, lambda: instantiate(self.key, self.block, self._tokenizer)
+        )
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -123,15 +109,18 @@ class Source:
                 self._omitted(what, index)
             lengths = [len(tokens) for tokens, _ in documents]
             length = sum(lengths)
-            if self._limit is None or (length if self._share else max(lengths)) <= self._limit:
+            if (
+                self._limit is None
+                or (length if self.shares_limit else max(lengths)) <= self._limit
+            ):
                 return [_piece(documents, 0, number)]
-            if self.is_text and self._limit > 1:
+            if getattr(self._samples, "is_text", False) and self._limit > 1:
                 return _split(*documents[0], self._limit)
-            limit = cut_at(lengths, self._limit) if self._share else self._limit
+            limit = cut_at(lengths, self._limit) if self.shares_limit else self._limit
             # Once more, as each tokenizer has its own way to end what it cuts.
             cut, number = self._read(index, limit)
             if len(cut) > 1 and not all(trained[1:].any() for _, trained in cut):
-                room = f"{self._limit} tokens{' together' if self._share else ''}"
+                room = f"{self._limit} tokens{' together' if self.shares_limit else ''}"
                 self._omitted(f"the prompt leaves no room for an answer in {room}", index)
                 return []
             left_out = length - sum(len(tokens) for tokens, _ in cut)
@@ -203,7 +192,7 @@ def read_block(block: dict[str, Any], form: SampleForm = SINGLE) -> dict[str, An
         ConfigError: the prepared set is not there, or of another method.
     """
     block = {k: v for k, v in block.items() if k not in ("packed", "split_across_pack")}
-    if block["_component_"] == PREPARED:
+    if block["_component_"] == COMPONENT:
         from trainer.data import prepared  # other runs do not pay for it
 
         block = prepared.by_files(block, form.preferences)

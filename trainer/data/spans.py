@@ -5,7 +5,6 @@ both renderings must be the same except for the marks, which then show where eac
 begins where the prompt for it ends, and ends after its end token.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -91,9 +90,6 @@ class Spans:
             for index, turn in enumerate(turns)
         ]
         self._tools = [self._marker.tool(tool) for tool in tools] if tools and prompts else tools
-        self._numbers: dict[int, set[int]] = {}
-        for number, part in enumerate(self._marker.parts):
-            self._numbers.setdefault(part.message, set()).add(number)
         self._whole = self._read(self._marked)
 
     def _read(self, turns: Turns, ask: bool = False, **options: Any) -> Rendering:
@@ -101,16 +97,12 @@ class Spans:
 
     def _own(self, index: int) -> set[int]:
         """The numbers of a message's marks."""
-        return self._numbers.get(index, set())
+        return {n for n, part in enumerate(self._marker.parts) if part.message == index}
 
     def _left_out(self) -> set[str]:
         """What the template does not render, if the conversation can do without it."""
-        seen = Counter(number for number, _ in self._whole.marks)
-        lost = {
-            part
-            for number, part in enumerate(self._marker.parts)
-            if seen[number] < self._marker.placed[number]
-        }
+        seen = {number for number, _ in self._whole.marks}
+        lost = {part for number, part in enumerate(self._marker.parts) if number not in seen}
         answers = [i for i, turn in enumerate(self._turns) if turn["role"] == "assistant"]
         left_out, faults = set(), []
         remedy = "leave this conversation out, or train a model whose template renders it"
@@ -127,7 +119,7 @@ class Spans:
                 left_out.add(f"{LEAVES_OUT}the text beside tool calls")
             else:
                 text = kind if kind.startswith("call of ") else "content"
-                if any(seen[number] for number in self._own(index)):
+                if seen & self._own(index):
                     remedy = "give each call a message of its own, followed by its result"
                 faults.append(f"the {text} in message {index + 1} ({self._turns[index]['role']})")
         if faults:

@@ -15,10 +15,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from runspec import files
-from runspec.keys.fields import STREAM
 from trainer.config import TrainConfig, instantiate
 from trainer.data import batches, prepared, shards, tokenizers
-from trainer.data.batches import BatchSpec, Collator, Data, Row
+from trainer.data.batches import BatchSpec, Collator, Data, Row, TrainingBatches
 from trainer.data.logical import Mixture, RowStream, TextSource, encoded
 from trainer.data.tokenised import tokenizer_files
 from trainer.errors import ConfigError
@@ -31,15 +30,43 @@ SOURCE_KEYS = {"data_files", "data_dir", "column", "weight", "name"}
 
 
 class Stream:
-    """What `stream_dataset` returns: the sources; as a sequence, their first documents.
+    """The sources of a mixture; as a sequence, their first documents.
 
     The sequence is what a check shows: samples of `tokens` and `labels`, as torchtune's datasets.
+
+    Args:
+        tokenizer: with encode.
+        sources: of each data_files (a path, a pattern, a folder, or a list), or data_dir, the
+            folder of a split that cookbook prepare made; and as wanted column (text), weight (1),
+            its share of the tokens, and name.
+        packed: rows are always packed.
+
+    Raises:
+        ConfigError: a file is missing or not Parquet, or a source is described wrongly.
     """
 
     is_text = True
 
-    def __init__(self, tokenizer: Any, sources: list[TextSource]) -> None:
-        self.sources, self._tokenizer = sources, tokenizer
+    def __init__(
+        self, tokenizer: Any, *, sources: list[dict[str, Any]], packed: bool = True
+    ) -> None:
+        opened: list[TextSource] = []
+        faults: list[str] = []
+        for number, block in enumerate(sources if isinstance(sources, list) else []):
+            try:
+                opened.append(_source(f"dataset.sources.{number}", block))
+            except ConfigError as error:
+                faults += error.faults
+        if not (opened or faults):
+            faults.append("dataset.sources: must list at least one source with data_files")
+        names = [source.name for source in opened]
+        faults += [
+            f"dataset.sources: two are called {name}: give each a name"
+            for name in sorted({n for n in names if names.count(n) > 1})
+        ]
+        if faults:
+            raise ConfigError(*faults)
+        self.sources, self._tokenizer = opened, tokenizer
 
     def __len__(self) -> int:
         return len(self._texts)
@@ -57,36 +84,8 @@ class Stream:
         return texts
 
 
-def stream_dataset(tokenizer: Any, *, sources: list[dict[str, Any]], packed: bool = True) -> Stream:
-    """The sources of a mixture.
-
-    Args:
-        tokenizer: with encode.
-        sources: of each data_files (a path, a pattern, a folder, or a list), or data_dir, the
-            folder of a split that cookbook prepare made; and as wanted column (text), weight (1),
-            its share of the tokens, and name.
-        packed: rows are always packed.
-
-    Raises:
-        ConfigError: a file is missing or not Parquet, or a source is described wrongly.
-    """
-    opened: list[TextSource] = []
-    faults: list[str] = []
-    for number, block in enumerate(sources if isinstance(sources, list) else []):
-        try:
-            opened.append(_source(f"dataset.sources.{number}", block))
-        except ConfigError as error:
-            faults += error.faults
-    if not (opened or faults):
-        faults.append("dataset.sources: must list at least one source with data_files")
-    names = [source.name for source in opened]
-    faults += [
-        f"dataset.sources: two are called {name}: give each a name"
-        for name in sorted({n for n in names if names.count(n) > 1})
-    ]
-    if faults:
-        raise ConfigError(*faults)
-    return Stream(tokenizer, opened)
+# Recipes name it so.
+stream_dataset = Stream
 
 
 def _source(key: str, block: Any) -> TextSource:
@@ -130,8 +129,8 @@ class _Own(IterableDataset):
                 return
 
 
-class StreamBatches:
-    """Global batches of a stream; see `Batches`, whose interface it has.
+class StreamBatches(TrainingBatches):
+    """Global batches of a stream, which is one epoch.
 
     Args:
         sha256: of what the order of the data depends on.
@@ -158,17 +157,12 @@ class StreamBatches:
         # This rank's streams, by the number of steps that they have given rows for.
         self._states = {0: {stream: mixture.start(stream) for stream in self.own}}
 
-    def epoch_of(self, step: int) -> int:
-        """A stream has one epoch."""
-        return 0
-
     def state(self, step: int) -> dict[str, Any]:
-        """The state of every stream after `step` steps; all ranks call this together."""
+        """The state of every stream after `step` steps."""
         gathered = self._world.gather(self._states[step])
         return {str(n): state for own in gathered for n, state in own.items()}
 
     def restore(self, step: int, state: dict[str, Any] | None) -> None:
-        """Go on from what `state` returned, whatever the layout was."""
         if state is None:
             raise ConfigError(
                 f"checkpoints/step_{step} does not say where the stream was: it is of a run "
@@ -177,7 +171,6 @@ class StreamBatches:
         self._states = {step: {stream: state[str(stream)] for stream in self.own}}
 
     def from_step(self, step: int) -> Iterator[list[MicroBatch]]:
-        """This rank's micro-batches, one list per step, from step index `step` to the last."""
         loader = DataLoader(
             _Own(self.mixture, self._states[step]),
             batch_size=None,
@@ -209,7 +202,6 @@ class StreamBatches:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """See `Batches.identity`."""
         return {
             "dataset_sha256": self._sha256,
             "packed_row_length": self._collator.length,
@@ -218,7 +210,6 @@ class StreamBatches:
 
     @property
     def described(self) -> str:
-        """What it is, in words."""
         sources = self.mixture.sources
         total = sum(source.weight for source in sources)
         size = sum(path.stat().st_size for source in sources for path in source.files)
@@ -229,7 +220,7 @@ class StreamBatches:
         )
 
     def faults(self, key: str, vocab_size: int, max_seq_len: int) -> list[str]:
-        """See `Batches.faults`; a token that the model does not know is found when it is read."""
+        """A token that the model does not know is found when it is read."""
         texts = []
         if self._collator.length is not None and self._collator.length > max_seq_len:
             texts.append(
@@ -244,28 +235,12 @@ def _unchanged(item: Any) -> Any:
     return item
 
 
-def faults(config: TrainConfig) -> list[str]:
-    """What of a config with a stream cannot work, one line each; no file is read."""
-    if config.dataset["_component_"] != STREAM:
-        return []
-    texts = []
-    if not config.max_steps:
-        texts.append("max_steps: a stream has no end; set max_steps to the number of steps")
-    for key in ("max_steps_per_epoch", "dataset.split"):
-        block, _, name = key.rpartition(".")
-        if (config.dataset if block else vars(config)).get(name):
-            texts.append(f"{key}: a stream has no epochs and no splits; leave it out")
-    return texts
-
-
 def build(config: TrainConfig, world: World) -> Data:
     """The batches of a stream, and those of dataset_val, which is tokenised as a whole.
 
     Raises:
-        ConfigError: tokenizer or files cannot be read, or the config does not fit a stream.
+        ConfigError: tokenizer or files cannot be read.
     """
-    if wrong := faults(config):
-        raise ConfigError(*wrong)
     tokenizer = world.on_all(lambda: instantiate("tokenizer", config.tokenizer))
     mismatches = world.on_all(lambda: tokenizers.faults(tokenizer, config.model_folder))
     spec = BatchSpec.of(config, world)
@@ -282,8 +257,7 @@ def build(config: TrainConfig, world: World) -> Data:
         content += [files.sha256(path) for path in tokenizer_files(config.tokenizer)]
         return sources, parts, hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
-    found_there = world.on_main(find)
-    sources, parts, sha256 = world.gather(found_there)[0]
+    sources, parts, sha256 = world.from_main(find)
     length = int(config.tokenizer["max_seq_len"])
     known = tokenizers.token_rows(tokenizer, config.model_folder)
     mixture = Mixture(sources, parts, tokenizer, length, spec.seed, streams, known)

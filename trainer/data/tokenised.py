@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -23,48 +23,28 @@ from runspec.files import patient_json
 from runspec.storage import patiently
 from trainer.config import TrainConfig
 from trainer.data import origin
-from trainer.data.source import DataSpec, Piece, Source, omission_notes
+from trainer.data.source import Piece, Source, omission_notes
 from trainer.errors import ConfigError
 from trainer.parallel.world import World
 
-FORMAT = 6
+FORMAT = 7
 META = "meta.json"
-# Of a table of samples, int64; beside them the lengths of the documents, and a number.
-COLUMNS = ("length", "targets", "fingerprint", "source", "left_out")
+# Of a table of samples, int64; beside them the lengths of the documents, and a number. A sample's
+# tokens are in the file of the rank that made it, from `begin` on; `highest` is one of them.
+COLUMNS = (
+    *("length", "targets", "fingerprint", "source", "left_out"),
+    *("rank", "begin", "highest"),
+)
 TOKENS, SAMPLES = "tokens_{}.bin", "samples.npy"
 # A rank's part of the table, until all parts are put together.
 PART = "samples_{}.npy"
 # The maximum number of ranks that tokenise.
 WRITERS = 64
-# What the tokens of a sample depend on besides the config and the data.
+# What the tokens of a sample depend on besides the config, the data and the modules beside this.
 PACKAGES = ("torchtune", "tokenizers", "transformers", "datasets")
-# The modules beside this one that decide on a sample's tokens.
-MAKERS = tuple(
-    f"{name}.py"
-    for name in (
-        "source",
-        "form",
-        "rows",
-        "instructions",
-        "conversations",
-        "preferences",
-        "prompts",
-        "tokenizers",
-        "folder",
-        "spans",
-        "marks",
-    )
-)
 PROGRESS_EVERY_S = 15.0
 # Until a folder that another node has renamed is seen here.
 SHARED_FOLDER_LIMIT_S = 120.0
-
-
-class Part(NamedTuple):
-    """What one rank has made: the highest token and its sample, and the number of samples."""
-
-    highest: tuple[int, int]
-    samples: int
 
 
 class TokenisedDataset:
@@ -73,64 +53,49 @@ class TokenisedDataset:
     lengths: tokens of each sample, int64 [samples]. targets: how many of them are predicted and
     trained. fingerprints: a 64-bit hash of each sample's tokens and mask. sources: the index of
     each in the dataset, of which a long text has several. left_out: how many tokens were cut off
-    behind it. documents: tokens of each document of each sample, int64 [samples, documents].
-    numbers: of each sample, float64 [samples]; see SampleForm. omissions: see Source.
+    behind it. highest: its highest token. documents: tokens of each document of each sample, int64
+    [samples, documents]. numbers: of each sample, float64 [samples]; see SampleForm. omissions: see
+    Source.
 
     Args:
-        meta: what the folder says of itself, if it has been read.
+        meta: what the folder says of itself.
         block: the dataset's keys, for messages.
 
     Raises:
         ConfigError: files are missing or cut short.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        meta: dict[str, Any] | None = None,
-        block: dict[str, Any] | None = None,
-    ) -> None:
-        meta = meta or _meta(folder)
-        if meta is None:
-            raise _damaged(folder)
-        self.folder, self._block = folder, block or {}
-        self.highest_token, self._highest_source = meta["highest"]
+    def __init__(self, folder: Path, meta: dict[str, Any], block: dict[str, Any]) -> None:
+        self.folder, self._block = folder, block
         self.omissions: dict[str, tuple[int, str]] = meta["omissions"]
         self._read: int = meta["read"]
         try:
             whole = np.load(folder / SAMPLES)
         except (FileNotFoundError, EOFError, ValueError):
             raise _damaged(folder / SAMPLES, "its folder") from None
-        tables = np.split(whole, np.cumsum([count for _, count in meta["files"]])[:-1])
-        self._files = [
-            _mapped(folder / TOKENS.format(number), table["length"])
-            for (number, _), table in zip(meta["files"], tables, strict=True)
-        ]
         self.lengths, self.targets, self.fingerprints, self.sources, self.left_out = (
-            whole[name].copy() for name in COLUMNS
+            whole[name].copy() for name in COLUMNS[:5]
         )
+        self._rank, self._begin, self.highest = (whole[name].copy() for name in COLUMNS[5:])
         self.documents, self.numbers = whole["documents"].copy(), whole["number"].copy()
-        self._file_of = np.repeat(np.arange(len(tables)), [len(t) for t in tables])
-        self._begins = np.concatenate([np.cumsum(t["length"]) - t["length"] for t in tables])
+        self._files = {
+            rank: _mapped(folder / TOKENS.format(rank), self.lengths[self._rank == rank].sum())
+            for rank in np.unique(self._rank).tolist()
+        }
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """(tokens int32 [n], trained bool [n]) of a sample."""
-        begin = int(self._begins[index])
-        stored = self._files[self._file_of[index]][begin : begin + int(self.lengths[index])]
+        begin = int(self._begin[index])
+        stored = self._files[int(self._rank[index])][begin : begin + int(self.lengths[index])]
         trained = stored >= 0
         return np.where(trained, stored, ~stored), trained
 
     def origin(self, index: int) -> str:
         """Where a sample comes from."""
         return origin.of_sample(self._block, int(self.sources[index]))
-
-    @property
-    def highest_origin(self) -> str:
-        """Where the sample with the highest token comes from."""
-        return origin.of_sample(self._block, self._highest_source)
 
     def notes(self, limit: int | None) -> Iterator[str]:
         """What of the samples is not in the tokens, in words."""
@@ -156,29 +121,26 @@ class TokenisedDataset:
         return hashlib.sha256(self.fingerprints.tobytes()).hexdigest()[:16]
 
 
-def open_dataset(spec: DataSpec, config: TrainConfig, world: World) -> TokenisedDataset:
-    """The tokenised dataset that `spec` names; all ranks call this together.
+def open_dataset(source: Source, config: TrainConfig, world: World) -> TokenisedDataset:
+    """The tokenised samples of a dataset; all ranks call this together.
 
     Raises:
         ConfigError: the dataset cannot be opened, is empty, or a sample cannot be tokenised.
     """
-    opened: Source | None = None
 
     def find() -> tuple[Path, Any]:
-        nonlocal opened
-        # Data of the hub changes under one name: only the opened dataset tells its version.
-        opened = None if origin.data_files(spec.block) else Source(spec)
-        folder = config.data_cache / _name(spec, config.tokenizer, opened)
+        folder = config.data_cache / _name(source, config.tokenizer)
         return folder, _meta(folder)
 
     folder, meta = world.from_main(find)
     if meta is None:
         # Rank 0 first, so that one process alone converts the files.
-        first = world.on_main(lambda: opened or Source(spec))
-        make(world.on_all(lambda: first or Source(spec)), folder, world)
+        world.on_main(lambda: len(source))
+        world.on_all(lambda: len(source))
+        make(source, folder, world)
         meta = world.from_main(lambda: _meta(folder))
     return world.on_all(
-        lambda: patiently(lambda path: TokenisedDataset(path, meta, spec.block), _seen(folder))
+        lambda: patiently(lambda path: TokenisedDataset(path, meta, source.block), _seen(folder))
     )
 
 
@@ -196,22 +158,25 @@ def _damaged(path: Path, folder: str = "it") -> ConfigError:
     return ConfigError(f"data_cache_dir: {path} is damaged; delete {folder} and start again")
 
 
-def _name(spec: DataSpec, tokenizer_block: dict[str, Any], opened: Source | None) -> str:
+def _name(source: Source, tokenizer_block: dict[str, Any]) -> str:
     """The folder's name: a hash of all that the tokens depend on."""
+    files_here = origin.data_files(source.block)
+    # Data of the hub changes under one name: only the opened dataset tells its version.
+    info = None if files_here else source.info
     content = {
         "format": FORMAT,
         "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
-        "code": [files.sha256(Path(__file__).with_name(name)) for name in MAKERS],
+        "code": [files.sha256(path) for path in sorted(Path(__file__).parent.glob("*.py"))],
         "tables": files.sha256(Path(tables.__file__)),
-        "dataset": spec.block,
+        "dataset": source.block,
         "tokenizer": tokenizer_block,
-        "form": [spec.form.documents, spec.form.number, spec.shares_limit],
-        "data": [patiently(files.sha256, path) for path in origin.data_files(spec.block)],
+        "form": [source.form.documents, source.form.number, source.shares_limit],
+        "data": [patiently(files.sha256, path) for path in files_here],
         "tokenizer_files": [
             patiently(files.sha256, path) for path in tokenizer_files(tokenizer_block)
         ],
         # The addresses of files on the hub hold the commit.
-        "addresses": sorted(getattr(opened and opened.info, "download_checksums", None) or {}),
+        "addresses": sorted(getattr(info, "download_checksums", None) or {}),
     }
     text = json.dumps(content, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -240,7 +205,7 @@ def make(samples: Source, folder: Path, world: World) -> None:
     temporary = world.from_main(lambda: _begin(folder))
     try:
         written = world.gather(world.on_all(lambda: _write_part(_seen(temporary), samples, world)))
-        parts = {number: part for number, part in enumerate(written) if part is not None}
+        parts = [rank for rank, made in enumerate(written) if made]
         omissions = _merged(world.gather(samples.omissions))
         if not parts:
             reasons = "; ".join(omission_notes(omissions, len(samples)))
@@ -265,22 +230,15 @@ def _begin(folder: Path) -> Path:
 def _publish(
     temporary: Path,
     folder: Path,
-    parts: dict[int, Part],
+    parts: list[int],
     samples: Source,
     omissions: dict[str, tuple[int, str]],
 ) -> None:
-    tables = [temporary / PART.format(number) for number in parts]
+    tables = [temporary / PART.format(rank) for rank in parts]
     np.save(temporary / SAMPLES, np.concatenate([np.load(table) for table in tables]))
     for table in tables:
         table.unlink()
-    meta = {
-        # Each file of tokens by its number, and its samples.
-        "files": [(number, part.samples) for number, part in parts.items()],
-        "highest": max((part.highest for part in parts.values()), key=lambda pair: pair[0]),
-        "omissions": omissions,
-        "read": len(samples),
-    }
-    files.write_json(temporary / META, meta)
+    files.write_json(temporary / META, {"omissions": omissions, "read": len(samples)})
     # Another run may have been quicker, and its folder holds the same.
     publish.finish(temporary, folder, "keep", flush=True)
 
@@ -308,14 +266,14 @@ def _seen(folder: Path) -> Path:
     return folder
 
 
-def _write_part(folder: Path, samples: Source, world: World) -> Part | None:
-    """Tokenise this rank's range; None if the range is empty."""
+def _write_part(folder: Path, samples: Source, world: World) -> bool:
+    """Tokenise this rank's range; whether it has any sample."""
     count, rank, ranks = len(samples), world.rank, min(world.size, WRITERS)
     indices = range(count * rank // ranks, count * (rank + 1) // ranks) if rank < ranks else ()
     if not indices:
-        return None
+        return False
     table: list[tuple[Any, ...]] = []
-    highest = (-1, 0)
+    begin = 0
     last_said = time.monotonic()
     paths = [folder / name.format(rank) for name in (TOKENS, PART)]
     with open(paths[0], "wb") as file:
@@ -323,8 +281,9 @@ def _write_part(folder: Path, samples: Source, world: World) -> Part | None:
             for piece in samples.pieces(index):
                 tokens, targets = piece.tokens, piece.targets.sum()
                 facts = (len(tokens), targets, _fingerprint(piece), index, piece.left_out)
-                table.append((*facts, piece.lengths, piece.number))
-                highest = max(highest, (int(tokens.max()), index), key=lambda pair: pair[0])
+                place = (rank, begin, tokens.max())
+                table.append((*facts, *place, piece.lengths, piece.number))
+                begin += len(tokens)
                 file.write(np.where(piece.trained, tokens, ~tokens).tobytes())
             if time.monotonic() - last_said > PROGRESS_EVERY_S:
                 last_said = time.monotonic()
@@ -332,7 +291,7 @@ def _write_part(folder: Path, samples: Source, world: World) -> Part | None:
                     f"tokenising {samples.key}: {done:,} of {len(indices):,} samples of this rank"
                 )
     if not table:
-        return None
+        return False
     columns = [
         *((name, np.int64) for name in COLUMNS),
         ("documents", np.int64, (samples.form.count,)),
@@ -340,7 +299,7 @@ def _write_part(folder: Path, samples: Source, world: World) -> Part | None:
     np.save(paths[1], np.array(table, dtype=[*columns, ("number", np.float64)]))
     for path in paths:
         files.fsync_path(path)
-    return Part(highest, len(table))
+    return True
 
 
 def _fingerprint(piece: Piece) -> int:
@@ -351,8 +310,8 @@ def _fingerprint(piece: Piece) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def _mapped(path: Path, lengths: np.ndarray) -> np.ndarray:
-    if not path.is_file() or path.stat().st_size != 4 * lengths.sum():
+def _mapped(path: Path, tokens: int) -> np.ndarray:
+    if not path.is_file() or path.stat().st_size != 4 * tokens:
         raise _damaged(path, "its folder")
     # A plain array: each slice of a memmap, and each operation on it, runs Python code of its own.
     return np.asarray(np.memmap(path, dtype=np.int32, mode="r"))

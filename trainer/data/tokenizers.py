@@ -24,35 +24,6 @@ TEMPLATE_DATE = datetime(2024, 7, 26)
 ROLES = {"ipython": "tool"}
 
 
-def hugging_face_tokenizer(
-    path: str,
-    max_seq_len: int | None = None,
-    chat_template: str | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    new_tokens: list[str] | str | None = None,
-) -> "HuggingFaceTokenizer":
-    """Open the tokenizer of a Hugging Face model folder.
-
-    Args:
-        path: folder with tokenizer.json and tokenizer_config.json; messages need a chat template
-            in it too, plain text needs none.
-        max_seq_len: longer conversations are cut to this many tokens; None cuts nothing.
-        chat_template: in the place of the folder's: a file, or the text itself.
-        chat_template_kwargs: arguments of the template, such as enable_thinking.
-        new_tokens: what to add to the vocabulary: a list, or a file with one per line.
-
-    Raises:
-        ConfigError: tokenizer.json or the file of the template is missing, the chat template is
-            broken, or a new token is one already.
-    """
-    template = None if chat_template is None else template_text(chat_template)
-    try:
-        added = tokens.new_tokens({"new_tokens": new_tokens})
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    return HuggingFaceTokenizer(Path(path), max_seq_len, template, chat_template_kwargs, added)
-
-
 def template_text(given: str) -> str:
     """The text of a chat template, of which a file's name or the text itself is given.
 
@@ -112,25 +83,41 @@ class HuggingFaceTokenizer:
     """Turns messages into tokens and a mask, as torchtune's datasets expect of a tokenizer.
 
     new_ids: the ids of the tokens that were added.
+
+    Args:
+        path: folder with tokenizer.json and tokenizer_config.json; messages need a chat template
+            in it too, plain text needs none.
+        max_seq_len: longer conversations are cut to this many tokens; None cuts nothing.
+        chat_template: in the place of the folder's: a file, or the text itself.
+        chat_template_kwargs: arguments of the template, such as enable_thinking.
+        new_tokens: what to add to the vocabulary: a list, or a file with one per line.
+
+    Raises:
+        ConfigError: tokenizer.json or the file of the template is missing, the chat template is
+            broken, or a new token is one already.
     """
 
     def __init__(
         self,
-        folder: Path,
-        max_seq_len: int | None,
-        template: str | None = None,
-        template_arguments: Mapping[str, Any] | None = None,
-        new_tokens: Sequence[str] = (),
+        path: str,
+        max_seq_len: int | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        new_tokens: list[str] | str | None = None,
     ) -> None:
         self.max_seq_len = max_seq_len
-        self._folder = folder
+        self._template = None if chat_template is None else template_text(chat_template)
+        self._arguments = dict(chat_template_kwargs or {})
+        self._folder = folder = Path(path)
+        try:
+            added = tokens.new_tokens({"new_tokens": new_tokens})
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         self._own = opened(folder)
         self._tokenizer: Tokenizer = self._own.backend_tokenizer
-        self.new_ids = self._added(new_tokens)
+        self.new_ids = self._added(added)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._template = template
-        self._arguments = dict(template_arguments or {})
         self._left_out: frozenset[str] = frozenset()
         self.special_tokens = {
             token.content: index
@@ -330,17 +317,11 @@ class HuggingFaceTokenizer:
         """Turns with the roles and the kind of arguments that the template knows."""
         if not re.search("""['"]developer['"]""", self._template_for(tools)):
             turns = [t | {"role": "system"} if t["role"] == "developer" else t for t in turns]
-        try:
-            self.render(turns, tools=tools)
-        except ConfigError:
-            texts = [_with_text_arguments(turn) for turn in turns]
-            if texts == turns:
-                raise
-            # DeepSeek's templates take a call's arguments as text; other faults stay.
+        # DeepSeek's templates take a call's arguments as text.
+        for taken in (turns, [_with_text_arguments(turn) for turn in turns]):
             with suppress(ConfigError):
-                self.render(texts, tools=tools)
-                return texts
-            raise
+                self.render(taken, tools=tools)
+                return taken
         return turns
 
     def _with_system_prompt(
@@ -366,6 +347,10 @@ class HuggingFaceTokenizer:
 
     def _encoded(self, text: str) -> "Encoding":
         return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+# Recipes name it so.
+hugging_face_tokenizer = HuggingFaceTokenizer
 
 
 def faults(tokenizer: Any, folder: Path) -> list[str]:

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from runspec.weights import base_of, gives_scores
+from runspec.storage import patiently
+from runspec.weights import base_of, gives_scores, parameter_count, ranks_for
 from trainer.data.folder import answer_end
 from trainer.errors import ConfigError
-from trainer.inference import pipeline
 from trainer.models.folder_class import load_class, load_config
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -25,16 +25,36 @@ def stay_offline_and_quiet() -> None:
     set_verbosity_error()
 
 
+def is_larger_than_a_gpu(folder: Path, number_bytes: int, device: torch.device) -> bool:
+    """Whether a model needs several GPUs of a node; raises ConfigError if it has too few."""
+    if device.type != "cuda":
+        return False
+    memory, found = torch.cuda.get_device_properties(device).total_memory, torch.cuda.device_count()
+    needed = ranks_for(parameter_count(folder), number_bytes, memory)
+    if needed > found:
+        raise ConfigError(
+            f"{folder}: needs {needed} GPUs of {memory / 2**30:.0f} GiB, and there are {found}: "
+            f"use --gpus-per-node {needed}, or larger GPUs"
+        )
+    return needed > 1
+
+
 def language_model(
-    folder: Path, dtype: torch.dtype | str, device: torch.device, ranks: int = 1
+    folder: Path, dtype: torch.dtype | str, device: torch.device, spread: bool = False
 ) -> Any:
-    """The model that answers, on `device`; all `ranks` call this together.
+    """The model that answers, on `device`.
+
+    Args:
+        spread: over all GPUs of the node that this process sees, by layers.
 
     Raises:
-        ConfigError: the model's class cannot be spread, or has fewer layers than ranks.
+        ImportError: `spread` needs the package accelerate.
         OSError, ValueError: transformers cannot load it.
     """
-    return pipeline.load(load_class(load_config(folder)), folder, dtype, device, ranks)
+    options = {"dtype": dtype} | ({"device_map": "auto"} if spread else {})
+    kind = load_class(load_config(folder))
+    model = patiently(lambda path: kind.from_pretrained(str(path), **options), folder)
+    return (model if spread else model.to(device)).eval()
 
 
 def reward_model(folder: Path, dtype: str, device: torch.device) -> Any:

@@ -9,15 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainer.layers import flex
-from trainer.model import Documents, Inputs
-
 # At import: activation checkpointing keeps the results of this operator, and looks for it when a
 # layer is prepared.
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:
-    varlen_attn = None
+from torch.nn.attention.varlen import varlen_attn
+
+from trainer.layers import flex
+from trainer.model import Documents, Inputs
 
 # FlashAttention-2: Ampere and later, half precision, at most 256 features per head.
 FLASH_CAPABILITY = (8, 0)
@@ -102,18 +99,13 @@ class DocumentAttention(nn.Module):
         mask = with_window(mask, self.window, query.shape[1], query.device)
         return self.dense(query, key, value, mask, sinks)
 
-    @property
-    def uncompiled_on_cpu(self) -> bool:
-        """Whether this call's operators run one by one, on a CPU."""
-        return self.on_cpu and not torch.compiler.is_compiling()
-
     def _goes_one_by_one(self, sinks: torch.Tensor | None) -> bool:
         """Whether documents are computed one after another: on a CPU, which few tokens keep busy.
 
         A compiled layer has no loop over a number that each batch changes.
         """
         fits = self.softcap is None and sinks is None and not (self.training and self.dropout)
-        return fits and self.uncompiled_on_cpu
+        return fits and self.on_cpu and not torch.compiler.is_compiling()
 
     def _one_by_one(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents
@@ -210,6 +202,8 @@ class DocumentAttention(nn.Module):
         return (
             # No fused kernel caps the scores before the softmax.
             self.softcap is None
+            # FlexAttention has keys before each document.
+            and not self.prefix_length
             and not self.sinks
             and self.value_dim == self.head_dim
             and self.scale is None
@@ -304,10 +298,8 @@ def use_flex_attention(model: nn.Module, device: torch.device) -> None:
 
 
 @cache
-def varlen_attention(window: int | None = None) -> Callable[..., torch.Tensor] | None:
-    """Return torch's variable-length attention, [tokens, heads, head_dim]; None if it has none."""
-    if varlen_attn is None:
-        return None
+def varlen_attention(window: int | None = None) -> Callable[..., torch.Tensor]:
+    """Return torch's variable-length attention, [tokens, heads, head_dim]."""
     options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
     # The kernel always shares key heads; torch 2.13 has an option for it, and 2.11 has none.
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:

@@ -146,7 +146,7 @@ def grouped(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.
 
 def _aligned(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether torch's grouped product takes them, by the lengths of their rows."""
-    return not (one.shape[1] % MULTIPLE or other.shape[-1] % MULTIPLE) and hasattr(F, "grouped_mm")
+    return not (one.shape[1] % MULTIPLE or other.shape[-1] % MULTIPLE)
 
 
 def _leaves_gaps(x: torch.Tensor) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from runspec.layout import FP8_MULTIPLE, StepFacts
+from runspec.layout import FP8_MULTIPLE
 
 # Ada and Hopper are the first that have them.
 CAPABILITY = (8, 9)
@@ -26,20 +26,6 @@ CAPABILITY = (8, 9)
 def applies(layer: nn.Module) -> bool:
     """Whether a linear layer is wide enough; a gate with one output is no work worth it."""
     return min(layer.weight.shape) >= FP8_MULTIPLE
-
-
-def faults(layers: dict[nn.Module, bool], ranks: int) -> list[str]:
-    """Return one line per size that no GPU multiplies in fp8.
-
-    Args:
-        layers: linear layers, and whether tensor parallelism splits their inputs (else their
-            outputs).
-        ranks: of tensor parallelism.
-    """
-    shapes = {
-        (*reversed(layer.weight.shape), splits_inputs) for layer, splits_inputs in layers.items()
-    }
-    return StepFacts(tensor_parallel=ranks, linear=shapes, fp8=True).faults()
 
 
 def missing(device: torch.device) -> str | None:

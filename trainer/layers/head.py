@@ -35,8 +35,7 @@ class Factors(NamedTuple):
     group: Group = None
     # Logits become softcap * tanh(logits / softcap).
     softcap: float | None = None
-    # How many chunks the tokens go through in; None makes a chunk's logits about as large as the
-    # hidden states, and not smaller than 512 tokens' logits.
+    # How many chunks the tokens go through in; None: see runspec.step.loss_tokens.
     chunks: int | None = None
     # Few kernels are made of what is done to the logits, if the vocabulary is whole.
     compiled: bool = False
@@ -64,7 +63,8 @@ class Factors(NamedTuple):
     def parts(self) -> Iterator[slice]:
         """The tokens of each chunk."""
         tokens, dim = self.pairs[0][0].shape
-        size = loss_tokens(tokens, self.width, dim, self.chunks)
+        trains_head = any(weight.requires_grad for _, weight in self.pairs)
+        size = loss_tokens(tokens, self.width, dim, self.chunks, trains_head)
         return (slice(begin, begin + size) for begin in range(0, tokens, size))
 
 

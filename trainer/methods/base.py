@@ -3,12 +3,13 @@
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 
+from runspec.keys.key import may_change
 from runspec.keys.train import TrainConfig
 from trainer.checkpoint.weights import SafetensorsSource
 from trainer.data import batches
@@ -56,13 +57,11 @@ class Models:
             with self._frozen(self.reference) as module:
                 yield module
 
-    @contextmanager
-    def as_teacher(self) -> Iterator[Decoder]:
+    def as_teacher(self) -> AbstractContextManager[Decoder]:
         """The teacher, for forward passes without gradients; see `as_reference`."""
         if self.teacher is None:
             raise RuntimeError("the method's config names no teacher_key")
-        with self._frozen(self.teacher) as module:
-            yield module
+        return self._frozen(self.teacher)
 
     @contextmanager
     def _frozen(self, model: Model) -> Iterator[Decoder]:
@@ -194,12 +193,15 @@ class Objective(ABC):
             "method": models.policy.method,
             "model": config.model,
             "base_weights": base,
-            **({} if adapter is None else adapter.identity(models.policy.module)),
             "freeze": config.freeze,
             "dtype": config.dtype,
             "master_weights": config.master_weights,
             "fp8_recipe_name": config.fp8_recipe,
-            "optimizer._component_": config.optimizer["_component_"],
+            "optimizer": {
+                key: value
+                for key, value in config.optimizer.items()
+                if not may_change(TrainConfig.keys(), f"optimizer.{key}")
+            },
             "seed": config.seed,
             "shuffle": config.shuffle,
             **self.own_values(may_change=False),

@@ -41,14 +41,9 @@ class Distillation(Objective):
 
     def build_models(self, builder: Builder) -> Models:
         """As Objective.build_models; also raises ConfigError for a teacher with other tokens."""
-        self.world.on_main(lambda: self.refuse(self.faults(self.config)))
-        return super().build_models(builder)
-
-    @staticmethod
-    def refuse(faults: list[str]) -> None:
-        """Raise ConfigError with the faults, if there are any."""
-        if faults:
+        if faults := self.world.from_main(lambda: self.faults(self.config)):
             raise ConfigError(*faults)
+        return super().build_models(builder)
 
     def loss(self, models: Models, batch: MicroBatch) -> LossSum:
         config, batch = self.config, batch.to(self.world.device)

@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from runspec.keys.preference import REFERENCE_FREE, DpoConfig
+from runspec.keys.preference import DpoConfig
 from runspec.keys.train import TrainConfig
 from trainer.data.batches import Batches
 from trainer.data.form import SampleForm
@@ -48,8 +48,6 @@ class PreferenceTuning(PreferenceObjective):
             texts.append(f"label_smoothing: must be below 0.5, got {config.label_smoothing}")
         given = [each for each in OPTIONAL if getattr(config, each)]
         unused = [name for name in given if name not in LOSSES[config.loss].reads]
-        if config.reference != "auto" and config.loss in REFERENCE_FREE:
-            unused.insert(0, "reference")
         said = f"loss={config.loss} does not use it; leave it out"
         return texts + [f"{name}: {said}" for name in unused]
 

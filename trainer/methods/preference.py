@@ -8,8 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from runspec import adapters
-from runspec.keys.preference import PreferenceConfig
 from trainer.checkpoint.weights import SafetensorsSource
 from trainer.data.batches import Batches, Data
 from trainer.layers.batch import MicroBatch
@@ -22,30 +20,6 @@ class PreferenceObjective(Objective):
     """A method that compares the policy with the model before training."""
 
     normaliser = "samples"
-
-    @classmethod
-    def faults(cls, config: PreferenceConfig) -> list[str]:
-        """What of loss and reference does not go together; see `Objective.faults`."""
-        texts = super().faults(config)
-        start = config.checkpointer.get("adapter_checkpoint")
-        whole = config.model.get("modules_to_save")
-        if config.reference_kind == "adapter_off":
-            if adapters.name_of(config.model) is None:
-                texts.append(
-                    "reference: adapter_off needs an adapter, and every weight is trained; set "
-                    "reference=model"
-                )
-            elif whole:
-                texts.append(
-                    f"reference: adapter_off leaves {', '.join(whole)} as trained "
-                    "(model.modules_to_save); set reference=model"
-                )
-            elif start is not None:
-                texts.append(
-                    "reference: adapter_off is the base model without the adapter of "
-                    "checkpointer.adapter_checkpoint; set reference=model"
-                )
-        return texts
 
     def prepare(self, models: Models, data: Data) -> None:
         """Say what the data are."""

@@ -27,7 +27,7 @@ class Pretraining(Objective):
 
     @classmethod
     def faults(cls, config: PretrainConfig) -> list[str]:
-        texts = super().faults(config) + stream.faults(config)
+        texts = super().faults(config)
         if config.from_scratch:
             if config.model["_component_"] != TRANSFORMERS:
                 texts.append(

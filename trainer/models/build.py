@@ -1,6 +1,5 @@
 """The model: from its config block to the meta device, over the ranks, filled from safetensors."""
 
-import importlib
 import inspect
 import warnings
 from collections.abc import Callable
@@ -17,9 +16,10 @@ from runspec import tokens
 from runspec.adapters import LORA, OF_LORA, is_built_in, own_adapters
 from runspec.description import family_of
 from runspec.keys.model import TRANSFORMERS
+from runspec.keys.train import ModelSpec
 from trainer.checkpoint import weights
 from trainer.checkpoint.load import load
-from trainer.config import TrainConfig, component, instantiate
+from trainer.config import component, instantiate
 from trainer.errors import ConfigError
 from trainer.layers import attention, fp8, linear, nf4
 from trainer.layers.adapters import base as adapters
@@ -33,11 +33,8 @@ from trainer.parallel.world import World
 warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-# By the prefix of model._component_: the module whose `adopt` makes a Decoder from what such a
-# component returns. Any other component must return a Decoder itself.
-SOURCES = {"torchtune.": "trainer.models.torchtune.decoder"}
-# Makes the model that its folder's config.json names, if no component is given.
-FROM_FOLDER = "trainer.models.transformers.source"
+# (number of tokens, number of positions that the model knows) -> what in the data it cannot take.
+DataFaults = Callable[[int, int], list[str]]
 
 
 @dataclass(frozen=True)
@@ -66,70 +63,50 @@ class Model:
         )
 
 
-def build(
-    config: TrainConfig,
-    world: World,
-    data_faults: Callable[[int, int], list[str]] | None = None,
-    frozen: bool = False,
-) -> Model:
-    """Build, shard and fill the model that `config` names.
+def build(spec: ModelSpec, world: World, data_faults: DataFaults | None = None) -> Model:
+    """Build, shard and fill the model that `spec` names.
 
     Every rank has only its own part of the weights in memory.
-
-    Args:
-        data_faults: see `fitting`.
-        frozen: nothing of it is trained.
 
     Raises:
         ConfigError: the model folder is missing, incomplete, or holds another model.
     """
-    world.on_all(lambda: _check_dtypes(config, world.device))
-    source = world.from_main(lambda: source_of(config))
-    source, module = world.on_all(lambda: fitting(config, data_faults, frozen, source))
-    lay_out(module, config, world, frozen)
-    allocate(module, world.device, parameters_on_cpu=config.fsdp_cpu_offload)
+    world.on_all(lambda: _check_dtypes(spec, world.device))
+    source = world.from_main(lambda: source_of(spec))
+    source, module = world.on_all(lambda: fitting(spec, data_faults, source))
+    lay_out(module, spec, world)
+    allocate(module, world.device, parameters_on_cpu=spec.fsdp_cpu_offload)
     if source is None:
         world.on_all(
-            lambda: weights.initialise(
-                module, cut(empty(config, frozen), config.first_blocks), config.seed
-            )
+            lambda: weights.initialise(module, cut(empty(spec), spec.first_blocks), spec.seed)
         )
     else:
         load(module, source, world)
-    weights.initialise_adapter(module, config.seed)
-    weights.initialise_score(module, source, config.seed)
-    module.train(not frozen)
-    return Model(module, adapters.method(module), DTYPES[config.dtype])
+    weights.initialise_adapter(module, spec.seed)
+    weights.initialise_score(module, source, spec.seed)
+    module.train(not spec.frozen)
+    return Model(module, adapters.method(module), DTYPES[spec.dtype])
 
 
-def lay_out(
-    module: Decoder,
-    config: TrainConfig,
-    world: World,
-    frozen: bool = False,
-) -> None:
-    """Freeze, split, checkpoint and shard `module` in place as `config` says.
+def lay_out(module: Decoder, spec: ModelSpec, world: World) -> None:
+    """Freeze, split, checkpoint and shard `module` in place as `spec` says.
 
     Args:
         module: on the meta device, from `empty`.
-        frozen: nothing of it is trained.
     """
-    if frozen:
+    if spec.frozen:
         module.requires_grad_(False)
     else:
         freeze_base(module)
     if module.adapter is not None:
-        module.adapter.row_multiple = config.row_multiple
-    for parameter in frozen_by_name(module, config.freeze or []).values():
+        module.adapter.row_multiple = spec.row_multiple
+    for parameter in frozen_by_name(module, spec.freeze or []).values():
         parameter.requires_grad_(False)
-    if not config.train_router:
-        for router in module.routers():
-            router.requires_grad_(False)
-    if config.master_weights:
+    if spec.master_weights:
         # Frozen parameters have no updates that bf16 could lose.
         for parameter in filter(attrgetter("requires_grad"), module.parameters()):
             parameter.data = parameter.data.float()
-    use_fsdp = fsdp.needed(config, world, module.adapter is not None)
+    use_fsdp = fsdp.needed(spec, world, module.adapter is not None)
     mesh = world.mesh(use_fsdp)
     expert_mesh = world.expert_mesh(use_fsdp)
     if expert_mesh is not None:
@@ -139,11 +116,11 @@ def lay_out(
         expert_parallel.split(module, expert_mesh["ep"], world.tensor_parallel_dim)
     if mesh is not None and world.tensor_parallel_dim > 1:
         tensor_parallel.split(module, mesh["tp"])
-    attention.choose_kernels(module, world.device, DTYPES[config.dtype])
-    activations.prepare(module, config)
-    module.compiles_loss = config.compile
+    attention.choose_kernels(module, world.device, DTYPES[spec.dtype])
+    activations.prepare(module, spec)
+    module.compiles_loss = spec.compile
     if use_fsdp:
-        fsdp.shard(module, mesh, DTYPES[config.dtype], config, expert_mesh)
+        fsdp.shard(module, mesh, DTYPES[spec.dtype], spec, expert_mesh)
 
 
 def freeze_base(module: Decoder) -> None:
@@ -152,25 +129,21 @@ def freeze_base(module: Decoder) -> None:
         parameter.requires_grad_(module.is_trained(name))
 
 
-def empty(config: TrainConfig, frozen: bool = False) -> Decoder:
-    """Return the model that `config` names, without weights, on the meta device.
-
-    Args:
-        frozen: nothing of it is trained.
-    """
+def empty(spec: ModelSpec) -> Decoder:
+    """Return the model that `spec` names, without weights, on the meta device."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(DTYPES[config.dtype])
+    torch.set_default_dtype(DTYPES[spec.dtype])
     try:
         with torch.device("meta"):
             module = empty_module(
-                config.model, config.model_folder, rows_of(config.tokenizer), frozen
+                spec.model, spec.model_folder, rows_of(spec.tokenizer), spec.frozen
             )
-            if config.has_score_head:
+            if spec.has_score_head:
                 module.use_score_head()
     finally:
         torch.set_default_dtype(before)
-    if config.fp8_recipe is not None:
-        linear.use_fp8(module, module.linear_layers(), config.fp8_recipe)
+    if spec.fp8_recipe is not None:
+        linear.use_fp8(module, module.linear_layers(), spec.fp8_recipe)
     return module
 
 
@@ -220,11 +193,6 @@ def own_keys(block: dict[str, Any]) -> set[str]:
     return {"quantize_base", "adapter", "modules_to_save", *keys}
 
 
-def _source(block: dict[str, Any]) -> str | None:
-    name = block["_component_"]
-    return next((SOURCES[prefix] for prefix in SOURCES if name.startswith(prefix)), None)
-
-
 def empty_module(
     block: dict[str, Any],
     folder: Path | None = None,
@@ -255,7 +223,10 @@ def empty_module(
                 f"model.{unknown[0]}: is an argument of no model that a folder names; known: "
                 f"{', '.join(sorted(ours))}"
             )
-        model = importlib.import_module(FROM_FOLDER).empty(folder, rows)
+        # Imported late, as the other source: a rank is to start fast.
+        from trainer.models.transformers import source
+
+        model = source.empty(folder or Path(), rows)
     elif rows is not None:
         raise ConfigError(
             f"{tokens.KEY}: needs a model that its folder names; leave model._component_ out"
@@ -275,8 +246,10 @@ def empty_module(
 
 def _adopted(model: Any, block: dict[str, Any]) -> Decoder:
     """What a component returned as a decoder."""
-    if source := _source(block):
-        return importlib.import_module(source).adopt(model)
+    if block["_component_"].startswith("torchtune."):
+        from trainer.models.torchtune.decoder import adopt
+
+        return adopt(model)
     if not isinstance(model, Decoder):
         raise ConfigError(
             f"model: {block['_component_']} returns a {type(model).__name__}, not a "
@@ -312,79 +285,63 @@ def _quantise(model: Decoder, frozen: bool) -> None:
         )
     from trainer.layers import experts
 
-    names = model.linear_layers()
-    routed = [layer for _, layer in experts.layers(model)]
-    weights_of = [model.get_submodule(name).weight for name in names]
-    weights_of += [getattr(layer, name) for layer in routed for name in experts.MATRICES]
-    if faults := nf4.faults(weights_of):
-        raise ConfigError(*faults)
-    linear.quantise(model, names)
-    for layer in routed:
+    linear.quantise(model, model.linear_layers())
+    for _, layer in experts.layers(model):
         experts.quantise(layer)
 
 
-def source_of(config: TrainConfig) -> weights.SafetensorsSource | None:
-    """Return the files that `config` names; None if training begins from scratch.
+def source_of(spec: ModelSpec) -> weights.SafetensorsSource | None:
+    """Return the files that `spec` names; None if training begins from scratch.
 
     Raises:
         ConfigError: the model folder is missing or incomplete.
     """
-    return weights.SafetensorsSource.open(config.checkpointer) if config.reads_weights else None
+    return weights.SafetensorsSource.open(spec.checkpointer) if spec.reads_weights else None
 
 
 def fitting(
-    config: TrainConfig,
-    data_faults: Callable[[int, int], list[str]] | None = None,
-    frozen: bool = False,
+    spec: ModelSpec,
+    data_faults: DataFaults | None = None,
     source: weights.SafetensorsSource | None = None,
 ) -> tuple[weights.SafetensorsSource | None, Decoder]:
-    """Return the files that `config` names, and an empty model that fits them.
+    """Return the files that `spec` names, and an empty model that fits them.
 
     There are no files if training begins from scratch.
 
     Args:
-        data_faults: (number of tokens, number of positions that the model knows) -> what in the
-            data it cannot take.
-        frozen: nothing of it is trained.
-        source: `source_of(config)`, if it is known: every file of the model is opened for it.
+        source: `source_of(spec)`, if it is known: every file of the model is opened for it.
 
     Raises:
         ConfigError: the model folder is missing, incomplete, or holds another model.
     """
-    source = source or source_of(config)
-    hf_config = weights.read_hf_config(config.model_folder / "config.json")
-    module = empty(config, frozen)
+    source = source or source_of(spec)
+    hf_config = weights.read_hf_config(spec.model_folder / "config.json")
+    module = empty(spec)
     module.folder_tensors = source.shapes if source else {}
-    faults = module.fit(hf_config, config)
-    cut(module, config.first_blocks)
+    faults = module.fit(hf_config, spec)
+    cut(module, spec.first_blocks)
     if module.adapter is not None:
-        faults += module.adapter.fit(module, config.tokenizer)
-    names = dict(module.named_modules())
-    faults += [
-        f"custom_sharded_layers: the model has no layer {name}"
-        for name in config.custom_sharded_layers or []
-        if name not in names and not hasattr(module, str(name))
-    ]
-    faults += layout_faults(module, config)
+        faults += module.adapter.fit(module, spec.tokenizer)
+    faults += layout_faults(module, spec)
     if data_faults is not None:
         faults += data_faults(module.vocab_size, module.longest_document)
     if source is not None:
-        if config.first_blocks:
+        if spec.first_blocks:
             source = source.of(module)
-        source = weights.with_new_rows(source, module, new_ids(config.tokenizer))
-        faults += weights.mismatches(module, source, config.model_folder)
+        source = weights.with_new_rows(source, module, new_ids(spec.tokenizer))
+        faults += weights.mismatches(module, source, spec.model_folder)
     if faults:
         raise ConfigError(*faults)
     return source, module
 
 
-def _check_dtypes(config: TrainConfig, device: torch.device) -> None:
+def _check_dtypes(spec: ModelSpec, device: torch.device) -> None:
     on_gpu = device.type == "cuda"
-    if on_gpu and config.dtype == "bf16" and not torch.cuda.is_bf16_supported():
+    if on_gpu and spec.dtype == "bf16" and not torch.cuda.is_bf16_supported():
         raise ConfigError("dtype: this GPU has no bf16; set dtype=fp32")
-    if config.fp8_recipe and (lack := fp8.missing(device)):
+    if spec.fp8_recipe and (lack := fp8.missing(device)):
         raise ConfigError(f"enable_fp8_training: {lack}; set enable_fp8_training=False")
-    name = config.flash_attention
+    name = spec.flash_attention
     if name and (lack := attention.replace_flash_attention(name, device)):
         raise ConfigError(f"flash_attention: {name}: {lack}; leave flash_attention out")
 

@@ -8,46 +8,56 @@ from torch import nn
 
 from runspec import tokens
 from runspec.hints import nearest
+from runspec.keys.train import ModelSpec
+from runspec.layout import StepFacts
 from trainer.checkpoint import weights
-from trainer.config import TrainConfig
-from trainer.layers import fp8
+from trainer.layers import experts, nf4
 from trainer.model import Decoder, Role
-from trainer.parallel import tensor_parallel
 
 
-def layout_faults(module: Decoder, config: TrainConfig) -> list[str]:
-    """Return why a model from `empty` cannot be split, or use fp8, as `config` says."""
-    ranks = config.tensor_parallel_dim
-    faults = tensor_parallel.faults(module, ranks)
-    if (config.router_aux_loss_coef or not config.train_router) and not module.routers():
-        key = "router_aux_loss_coef" if config.router_aux_loss_coef else "train_router"
+def layout_faults(module: Decoder, spec: ModelSpec) -> list[str]:
+    """Return why a model from `empty` cannot be split, or use fp8, as `spec` says."""
+    faults = facts(module, spec).faults()
+    if spec.router_aux_loss_coef and not module.routers():
         faults.append(
-            f"{key}: this model has no routers of experts that it applies to; leave it out"
+            "router_aux_loss_coef: this model has no routers of experts that it applies to; leave "
+            "it out"
         )
-    faults += [*_freeze_faults(module, config), *_saved_faults(module, config.model)]
-    faults += _new_token_faults(module, config)
-    if config.dataset.get("packed") and not module.packs:
+    faults += [*_freeze_faults(module, spec), *_saved_faults(module, spec.model)]
+    faults += _new_token_faults(module, spec)
+    if spec.packs and not module.packs:
         faults.append(
             "dataset.packed: in this model's linear attention a packed document would see those "
             "before it; set dataset.packed=False"
         )
     kind = None if module.adapter is None else module.adapter.declared
-    if kind is not None and not kind.merges and not config.save_adapter_weights_only:
+    if kind is not None and not kind.merges and not spec.save_adapter_weights_only:
         faults.append(
             f"save_adapter_weights_only: {kind.title} cannot be merged into the base weights; set "
             "save_adapter_weights_only=True"
         )
-    if config.expert_parallel_dim > 1:
-        # Imported late, as it is seldom needed and a rank is to start fast.
-        from trainer.parallel import expert_parallel
-
-        faults += expert_parallel.faults(module, config.expert_parallel_dim)
-    if config.fp8_recipe is not None:
-        row = set(module.linear_layers(Role.ROW))
-        layers = {name: module.get_submodule(name) for name in module.linear_layers()}
-        wide = {layer: name in row for name, layer in layers.items() if fp8.applies(layer)}
-        faults += fp8.faults(wide, ranks)
     return faults
+
+
+def facts(module: Decoder, spec: ModelSpec) -> StepFacts:
+    """What the rules of layouts and fp8 read of a model from `empty`."""
+    rows = set(module.linear_layers(Role.ROW))
+    linear = set()
+    for name in module.linear_layers():
+        outputs, inputs = nf4.dense_shape(module.get_submodule(name).weight)
+        linear.add((inputs, outputs, name in rows))
+    routed = [getattr(layer, experts.MATRICES[0]) for _, layer in experts.layers(module)]
+    sizes = {"vocab_size": module.vocab_size, "max_seq_len": module.max_seq_len}
+    return StepFacts(
+        tensor_parallel=spec.tensor_parallel_dim,
+        expert_parallel=spec.expert_parallel_dim,
+        sizes=module.sizes() | sizes,
+        unsplit=module.split_faults(),
+        experts={len(matrix) for matrix in routed},
+        linear=linear,
+        quantised=bool(spec.model.get("quantize_base")),
+        fp8=spec.fp8_recipe is not None,
+    )
 
 
 def frozen_by_name(module: Decoder, patterns: list[str]) -> dict[str, nn.Parameter]:
@@ -59,13 +69,13 @@ def frozen_by_name(module: Decoder, patterns: list[str]) -> dict[str, nn.Paramet
     }
 
 
-def _freeze_faults(module: Decoder, config: TrainConfig) -> Iterator[str]:
+def _freeze_faults(module: Decoder, spec: ModelSpec) -> Iterator[str]:
     names = [name for name, _ in weights.named_parameters(module)]
-    for pattern in config.freeze or []:
+    for pattern in spec.freeze or []:
         if not frozen_by_name(module, [pattern]):
             yield f"freeze: no parameter is called {pattern!r}{nearest(pattern, names)}"
     trained = {name for name in names if module.adapter is None or module.adapter.owns(name)}
-    if config.freeze and trained <= frozen_by_name(module, config.freeze).keys():
+    if spec.freeze and trained <= frozen_by_name(module, spec.freeze).keys():
         yield "freeze: nothing is left to train; leave out a pattern"
 
 
@@ -90,8 +100,8 @@ def _saved_faults(module: Decoder, block: dict[str, Any]) -> Iterator[str]:
             yield f"model.modules_to_save: {name} is none of {', '.join(known)}{tied}"
 
 
-def _new_token_faults(module: Decoder, config: TrainConfig) -> Iterator[str]:
-    if not config.tokenizer.get("new_tokens") or module.adapter is None:
+def _new_token_faults(module: Decoder, spec: ModelSpec) -> Iterator[str]:
+    if not spec.tokenizer.get("new_tokens") or module.adapter is None:
         return
     kind, missing = module.adapter.declared, [_last(name) for name in module.tables]
     if not kind.merges:

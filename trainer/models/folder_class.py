@@ -32,13 +32,3 @@ def load_class(config: Any) -> Any:
     if larger and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return AutoModelForImageTextToText
     return AutoModelForCausalLM
-
-
-def has_text_class(config: Any) -> bool:
-    """Whether transformers loads the text part of a model of text and images alone."""
-    from transformers.models.auto import modeling_auto
-
-    causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    return causal is not None and causal is not (
-        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
-    )

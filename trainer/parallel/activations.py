@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from trainer.config import TrainConfig
+from runspec.keys.fields import PrecisionKeys
 from trainer.layers import delta
 from trainer.layers.patch import compiled
 from trainer.model import Decoder, Documents
@@ -39,7 +39,7 @@ SAVED_OPERATIONS = (
     "higher_order.flex_attention",
     # FlexAttention compiled separately: see trainer.layers.flex.kernel.
     "higher_order.inductor_compiled_code",
-    # A traced step has it in place of FlexAttention: see trainer.layers.traced_attention.
+    # A traced step has it in place of FlexAttention.
     "slurm_cookbook.traced_attention",
     "aten._grouped_mm",
     "slurm_cookbook.grouped",
@@ -67,8 +67,8 @@ RANGES = ("profiler._record_function_enter_new", "profiler._record_function_exit
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
-def prepare(model: Decoder, config: TrainConfig) -> None:
-    """Compile the blocks of `model`, and apply activation checkpointing, as `config` says.
+def prepare(model: Decoder, keys: PrecisionKeys) -> None:
+    """Compile the blocks of `model`, and apply activation checkpointing, as `keys` say.
 
     Each block is compiled separately: all share one compiled code, of which the first block behind
     a frozen embedding and the validation have variants of their own. Packed batches all have one
@@ -79,13 +79,13 @@ def prepare(model: Decoder, config: TrainConfig) -> None:
     of matrix products, of attention and of communication, and is not compiled if its experts are
     spread over ranks; a block with linear attention still keeps its input only.
     """
-    mode = config.activation_checkpointing
-    if config.compile:
+    mode = keys.activation_checkpointing
+    if keys.compile:
         model.register_forward_pre_hook(mark_dynamic)
     by_operation = [mode == "op" and not _has_linear_attention(block) for block in model.blocks]
     whole = [index for index, chosen in enumerate(by_operation) if not chosen]
     # With "op" the compiler must see what is kept; else it need not know of the recomputation.
-    if config.compile:
+    if keys.compile:
         _compile(model.blocks[index] for index in whole)
     settings: dict[str, Any] = {}
     if any(map(_exchanges_tokens, model.blocks)):
@@ -103,13 +103,13 @@ def prepare(model: Decoder, config: TrainConfig) -> None:
                 index
                 for index, block in enumerate(model.blocks)
                 if by_operation[index]
-                and compiled == (config.compile and not _exchanges_tokens(block))
+                and compiled == (keys.compile and not _exchanges_tokens(block))
             ]
             _recompute(model, chosen, context_fn=contexts)
             if compiled:
                 _compile(model.blocks[index] for index in chosen)
     elif isinstance(mode, int):
-        if config.enable_activation_offloading:
+        if keys.enable_activation_offloading:
             settings["checkpoint_fn"] = InputOffloading()
         _recompute(model, range(mode - 1, len(model.blocks), mode), **settings)
 

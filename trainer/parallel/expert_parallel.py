@@ -8,7 +8,6 @@ dropped. Ranks that have the same experts shard them further by FSDP.
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -17,18 +16,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from runspec.layout import StepFacts
 from trainer.layers import experts
 from trainer.model import Decoder
 from trainer.sharded import local
-
-
-def faults(model: Decoder, ranks: int) -> list[str]:
-    """Return why the experts of `model` cannot be spread over `ranks`, one line per fault."""
-    if ranks == 1:
-        return []
-    counts = {getattr(layer, experts.MATRICES[0]).shape[0] for _, layer in experts.layers(model)}
-    return StepFacts(expert_parallel=ranks, experts=counts).faults()
 
 
 def split(model: Decoder, mesh: DeviceMesh, tensor_parallel: int) -> None:
@@ -70,7 +60,8 @@ class Exchange:
     ) -> torch.Tensor:
         """As `experts.apply`, with the experts of all ranks."""
         own = local(getattr(layer, experts.MATRICES[0])).shape[0]
-        way = known_way(layer)
+        ways = _ways.get()
+        way = None if ways is None else ways.get(layer)
         if way is None:
             leaving = experts.counts(chosen, own * self._ranks)
             coming = torch.empty_like(leaving)
@@ -84,7 +75,8 @@ class Exchange:
         if way is None:
             # The host waits for the counts alone: the device has the rows to sort meanwhile.
             sent, received = self.rows_per_rank(known)
-            remember(layer, Way(order, coming, sent, received))
+            if ways is not None:
+                ways[layer] = Way(order, coming, sent, received)
         by_rank = coming.view(self._ranks, own)
         # The gradient is small between the two, where the experts are, and whole outside.
         x = _AllToAll.apply(x, received, sent, self._group, 1 / self._share)
@@ -133,27 +125,8 @@ class Way(NamedTuple):
     received: list[int]
 
 
-@dataclass
-class _Memory:
-    """The ways of a block's first pass, for the pass that computes it again."""
-
-    ways: dict[nn.Module, Any]
-    again: bool
-
-
-_memory: ContextVar[_Memory | None] = ContextVar("memory", default=None)
-
-
-def known_way(layer: nn.Module) -> Any:
-    """The way of the layer's rows in the pass that is computed again; None in a first pass."""
-    memory = _memory.get()
-    return memory.ways.get(layer) if memory is not None and memory.again else None
-
-
-def remember(layer: nn.Module, way: Any) -> None:
-    """Keep the way of the layer's rows, if the pass may be computed again."""
-    if (memory := _memory.get()) is not None:
-        memory.ways[layer] = way
+# By layer, in a block that may be computed again: empty until its first pass has come there.
+_ways: ContextVar[dict[nn.Module, Way] | None] = ContextVar("ways", default=None)
 
 
 def remembered() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -161,17 +134,17 @@ def remembered() -> tuple[AbstractContextManager[None], AbstractContextManager[N
 
     Rows go the same way again, so nothing is counted, exchanged and waited for a second time.
     """
-    ways: dict[nn.Module, Any] = {}
-    return _with(_Memory(ways, again=False)), _with(_Memory(ways, again=True))
+    ways: dict[nn.Module, Way] = {}
+    return _with(ways), _with(ways)
 
 
 @contextmanager
-def _with(memory: _Memory) -> Iterator[None]:
-    token = _memory.set(memory)
+def _with(ways: dict[nn.Module, Way]) -> Iterator[None]:
+    token = _ways.set(ways)
     try:
         yield
     finally:
-        _memory.reset(token)
+        _ways.reset(token)
 
 
 class _AllToAll(torch.autograd.Function):

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 
 from runspec import versions
-from trainer.config import TrainConfig
+from runspec.keys.train import ModelSpec
 from trainer.errors import ConfigError
 from trainer.layers import nf4
 from trainer.model import Decoder
@@ -25,7 +25,7 @@ from trainer.sharded import local
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPEmbedding\)")
 
 
-def needed(config: TrainConfig, world: World, adapted: bool) -> bool:
+def needed(spec: ModelSpec, world: World, adapted: bool) -> bool:
     """Whether FSDP2 shards the model: over several ranks, or for features that only it has on one.
 
     That is to keep parameters on the CPU, and to compute in another dtype than they are kept in.
@@ -34,7 +34,7 @@ def needed(config: TrainConfig, world: World, adapted: bool) -> bool:
         adapted: only an adapter is trained. Its gradients are few: if every rank has the whole
             model, `gradients.average_over_replicas` sends them, and nothing is gathered.
     """
-    if config.fsdp_cpu_offload or config.master_weights is not None:
+    if spec.fsdp_cpu_offload or spec.master_weights is not None:
         return True
     return world.layout.shard > 1 or (world.layout.replicate > 1 and not adapted)
 
@@ -43,12 +43,12 @@ def shard(
     model: Decoder,
     mesh: DeviceMesh,
     dtype: torch.dtype,
-    config: TrainConfig,
+    spec: ModelSpec,
     expert_mesh: DeviceMesh | None = None,
 ) -> None:
     """Shard `model` over the mesh's dp_shard, and replicate it over dp_replicate, in place.
 
-    It computes in `dtype`. Gradients are summed over ranks in fp32, or in bf16 if the config says
+    It computes in `dtype`. Gradients are summed over ranks in fp32, or in bf16 if `spec` says
     so: half as many bytes, and sums of micro-steps in bf16 too. With both dimensions this is
     hybrid sharding: weights are gathered within a replica, gradients are summed over all replicas.
 
@@ -66,18 +66,14 @@ def shard(
     options: dict[str, Any] = {
         "mesh": mesh["dp_replicate", "dp_shard"] if replicated else mesh["dp_shard"],
         "mp_policy": MixedPrecisionPolicy(
-            param_dtype=dtype, reduce_dtype=REDUCED_IN[config.fsdp_reduce_dtype]
+            param_dtype=dtype, reduce_dtype=REDUCED_IN[spec.fsdp_reduce_dtype]
         ),
-        "reshard_after_forward": config.fsdp_reshard_after_forward,
+        "reshard_after_forward": spec.fsdp_reshard_after_forward,
         "shard_placement_fn": partial(_placement, mesh["dp_shard"].size()),
     }
-    if config.fsdp_cpu_offload:
+    if spec.fsdp_cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     tables = _tables_apart(model)
-    for name in config.custom_sharded_layers or []:
-        layer = getattr(model, name) if hasattr(model, name) else model.get_submodule(name)
-        if not any(layer is each for each in (model.embedding, model.output_head, None)):
-            fully_shard(layer, **options)
     # What stays until the backward pass is over is not gathered for it: the loss needs the head at
     # once, and the root's rest is small or was needed by the loss too.
     stays = options | {"reshard_after_forward": False}
@@ -93,7 +89,7 @@ def shard(
     for block in model.blocks:
         fully_shard(block, **options)
     fully_shard(model, **stays)
-    if depth := config.fsdp_prefetch or (1 if expert_mesh is not None else 0):
+    if depth := spec.fsdp_prefetch or (1 if expert_mesh is not None else 0):
         _prefetch(model, depth, tables)
     elif model.output_head in tables:
         # Gathered while the last block computes.

@@ -26,8 +26,7 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 
-from runspec.layout import StepFacts
-from trainer.layers import linear, nf4
+from trainer.layers import linear
 from trainer.layers.linear import AdaptedLinear
 from trainer.layers.patch import patch_forward, replaced
 from trainer.model import Decoder, Role
@@ -298,21 +297,3 @@ def _distribute_one(
     # Every rank fills its own part later, so none needs to send it.
     split = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
     setattr(owner, name, nn.Parameter(split, parameter.requires_grad))
-
-
-def faults(model: Decoder, ranks: int) -> list[str]:
-    """Return why `model` cannot be split over `ranks`, one line per fault."""
-    if ranks == 1:
-        return []
-    if texts := model.split_faults():
-        return texts
-    sizes = model.sizes() | {"vocab_size": model.vocab_size, "max_seq_len": model.max_seq_len}
-    weights = [model.get_submodule(name).weight for name in model.linear_layers(Role.ROW)]
-    # Of a packed weight the second dimension is that of its blocks.
-    packed = {(w.shape[1] * nf4.BLOCK, w.shape[0], True) for w in weights if nf4.is_packed(w)}
-    return StepFacts(
-        tensor_parallel=ranks,
-        sizes=sizes,
-        linear=packed,
-        quantised=bool(packed),
-    ).faults()

@@ -4,13 +4,10 @@ No check hides another, and each finding that is not ok says what to do. What on
 is asked of one by a short job (nodes.py).
 """
 
-import subprocess
-from collections.abc import Callable, Iterable
-from typing import Any
-
-from launcher.check import Finding, failed, of_error, skipped
+from launcher.check import Finding, failed, skipped
+from launcher.check import findings as findings_of
 from launcher.check.doctor import host, nodes, slurm
-from launcher.errors import CookbookError, SlurmFault, SlurmMissing, SlurmTimeout
+from launcher.errors import SlurmFault, SlurmMissing, SlurmTimeout
 from launcher.site import Site
 
 _UNKNOWN = "Slurm does not answer, so this is not known"
@@ -23,22 +20,12 @@ def examine(cluster: Site, wait_s: float) -> list[Finding]:
         wait_s: how long the job that asks a node may wait to start.
     """
     findings, site = _slurm(cluster)
-    findings += _guarded("virtual environment", host.environment)
-    findings += _guarded("shared folder", host.shared_folder, cluster)
+    findings += findings_of("virtual environment", host.environment)
+    findings += findings_of("shared folder", host.shared_folder, cluster)
     about_nodes = [skipped("nodes", "Slurm does not answer, so no node was asked")]
     if site:
-        about_nodes = nodes.findings(site, wait_s)
+        about_nodes = findings_of("nodes", nodes.findings, site, wait_s)
     return [*findings, *about_nodes]
-
-
-def _guarded(subject: str, check: Callable[..., Iterable[Finding]], *given: Any) -> list[Finding]:
-    """Run a check; one that breaks is a finding too, and hides no other."""
-    try:
-        return list(check(*given))
-    except CookbookError as error:
-        return of_error(subject, error)
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
-        return [failed(subject, f"could not be checked: {error}", "fix that and try again")]
 
 
 def _slurm(cluster: Site) -> tuple[list[Finding], slurm.SlurmAnswers | None]:
@@ -53,5 +40,5 @@ def _slurm(cluster: Site) -> tuple[list[Finding], slurm.SlurmAnswers | None]:
         return [*(failed("Slurm", each, remedy) for each in fault.faults), *unknown], None
     findings = slurm.controller(site)
     for subject, check in slurm.CHECKS.items():
-        findings += _guarded(subject, check, site)
+        findings += findings_of(subject, check, site)
     return findings, site

@@ -3,11 +3,10 @@
 from dataclasses import replace
 
 from launcher import venv
-from launcher.check import Finding, failed, of_error, skipped
+from launcher.check import Finding, failed, skipped
 from launcher.check.doctor.ask import Question, ask
 from launcher.check.doctor.report import node_findings
 from launcher.check.doctor.slurm import SlurmAnswers
-from launcher.errors import CookbookError
 from launcher.recipe.model import Resources
 from launcher.site import slurm_options
 
@@ -17,18 +16,15 @@ _NOT_ASKED = ("mem", "time", "exclude")
 
 def findings(site: SlurmAnswers, wait_s: float) -> list[Finding]:
     """Ask a node of the partition by a short job, which may wait so long to start."""
-    usable = [node for node in site.own_nodes if node.usable]
+    usable = [nodes for nodes in site.own_nodes if nodes.usable]
     if not usable:
         message = f"partition {site.partition} has no usable node to ask"
         return [skipped("nodes", message, "try again later, or with another --cluster")]
-    gpus = min(1, *(sum(node.gpus.values()) for node in usable))
+    gpus = min(1, *(sum(nodes.gpus.values()) for nodes in usable))
     asked = replace(Resources.of(site.cluster.resources), partition=site.partition)
     srun = slurm_options(asked, site.cluster, gpus, _NOT_ASKED)
     question = Question(site.cluster, srun, gpus, venv.torch_build(), wait_s)
-    try:
-        step, reports = ask(question)
-    except CookbookError as error:
-        return of_error("nodes", error)
+    step, reports = ask(question)
     if step.pending:
         message = (
             f"a job on 1 node of {site.partition} did not start within {wait_s:.0f} s and was "

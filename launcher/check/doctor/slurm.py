@@ -19,7 +19,6 @@ class SlurmAnswers:
     cluster: Site
     configuration: dict[str, str]
     partitions: dict[str, slurm.Partition]
-    nodes: list[slurm.Node]
     rights: Rights | None
 
     @property
@@ -30,15 +29,17 @@ class SlurmAnswers:
         return next((each.name for each in self.partitions.values() if each.default), None)
 
     @property
-    def own_nodes(self) -> list[slurm.Node]:
-        return [node for node in self.nodes if node.partition == self.partition]
+    def own_nodes(self) -> list[slurm.Nodes]:
+        """The nodes of that partition."""
+        known = self.partitions.get(self.partition or "")
+        return list(known.kinds) if known else []
 
 
 def ask(cluster: Site) -> SlurmAnswers:
     """Ask the controller; SlurmFault if it does not answer."""
     configuration = slurm.configuration()
     rights = slurm.rights(configuration)
-    return SlurmAnswers(cluster, configuration, slurm.partitions(), slurm.nodes(), rights)
+    return SlurmAnswers(cluster, configuration, slurm.partitions(), rights)
 
 
 def controller(site: SlurmAnswers) -> list[Finding]:
@@ -53,20 +54,22 @@ def _partitions(site: SlurmAnswers) -> Iterable[Finding]:
         remedy = "ask the site's administrators for access to one"
         yield failed(subject, "you can see no partition", remedy)
     for partition in site.partitions.values():
-        nodes = [node for node in site.nodes if node.partition == partition.name]
-        kinds = [kind for node in nodes for kind in node.gpus.items()]
-        gpus = Counter(f"{count} x {kind}" if kind else f"{count} GPUs" for kind, count in kinds)
+        gpus, alike = Counter[str](), [nodes for nodes in partition.kinds if nodes.count]
+        for nodes in alike:
+            for kind, count in nodes.gpus.items():
+                gpus[f"{count} x {kind}" if kind else f"{count} GPUs"] += nodes.count
         each = ", ".join(f"{count} with {gpu}" for gpu, count in sorted(gpus.items()))
-        message = f"{partition.name}{' (default)' * partition.default}: {len(nodes)} nodes"
+        message = f"{partition.name}{' (default)' * partition.default}: {partition.nodes} nodes"
         message += f" ({each})" if each else " without GPUs"
         message += f", time limit {partition.time_limit}"
-        message += f", {sum(node.state.startswith('idle') for node in nodes)} idle"
-        out = [node for node in nodes if not node.usable]
-        if nodes and len(out) == len(nodes):
+        message += f", {sum(each.count for each in alike if each.state.startswith('idle'))} idle"
+        out = [each for each in alike if not each.usable]
+        if out and len(out) == len(alike):
             message += f"; none can be used ({out[0].state}: {out[0].reason})"
             yield warning(subject, message, "wait, or choose another --partition")
         else:
-            yield ok(subject, message + (f"; {len(out)} cannot be used" if out else ""))
+            message += f"; {sum(each.count for each in out)} cannot be used" if out else ""
+            yield ok(subject, message)
 
 
 def _accounting(site: SlurmAnswers) -> list[Finding]:
@@ -87,7 +90,7 @@ def _accounting(site: SlurmAnswers) -> list[Finding]:
 
 def _sbatch_test(site: SlurmAnswers) -> list[Finding]:
     """Ask sbatch itself about a job on one whole node, with all that the site file asks for."""
-    gpus = max((sum(node.gpus.values()) for node in site.own_nodes), default=0)
+    gpus = max((sum(nodes.gpus.values()) for nodes in site.own_nodes), default=0)
     asked = Resources.of(site.cluster.resources)
     options = ["--nodes=1", "--ntasks-per-node=1"]
     options += slurm_options(asked, site.cluster, gpus) + ["--exclusive"] * asked.exclusive

@@ -81,7 +81,7 @@ def _too_large(job: Job) -> Iterator[tuple[str, str]]:
     qos = job.rights.qos.get(job.qos) if job.rights else None
     flags = qos.flags if qos else frozenset()
     generating, lower = "", "lower --nodes"
-    if rollout := job.resources.rollout_nodes:
+    if rollout := job.resources.rollout:
         generating, lower = f", {rollout} of them for rollouts", f"{lower} or resources.rollout"
     asked = f"{nodes} nodes are asked for{generating}, and partition {partition.name}"
     if nodes > partition.nodes:

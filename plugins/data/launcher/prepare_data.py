@@ -14,7 +14,7 @@ from launcher.run import code, directory, provenance
 from launcher.run.directory import Run
 from launcher.site import Site, with_site_defaults
 from launcher.slurm import render
-from launcher.slurm.executors import Executor
+from launcher.slurm.job import Executor
 from plugins.data.datarecipe import step_name, step_options
 from plugins.data.launcher.recipe import DataRecipe
 from runspec import files

@@ -102,7 +102,7 @@ def _timed(rows: list[dict[str, Any]], before: list[Any], since: float) -> None:
 
 def _lines(path: Path, engine: Records) -> list[dict[str, Any]]:
     if engine.form == "json":
-        return [line for line in files.read_json_lines(path) if isinstance(line, dict)]
+        return files.read_json_lines(path)
     text = path.read_text(encoding="utf-8", errors="replace")
     if engine.form == "csv":
         return list(csv.DictReader(text.splitlines()))

@@ -10,6 +10,10 @@ from __future__ import annotations
 from plugins.estimate.launcher.step_config import FP32, StepConfig
 from runspec.shape import DELTA_CHUNK, Attention, Block, GatedDelta, Part
 
+# Rows of the GPU whose experts are chosen most, divided by the mean of the GPUs that share them. An
+# assumption.
+EXPERT_IMBALANCE = 1.5
+
 
 def saved_by_layer(step: StepConfig, block: Block) -> float:
     """Bytes that one layer keeps for backward without activation checkpointing.
@@ -88,7 +92,7 @@ def expert_rows(step: StepConfig, block: Block, *, received: bool = False) -> fl
     rows = step.tokens / step.layout.tensor_parallel
     rows *= block.experts[0].active if block.experts else 0
     spread = received and step.layout.expert_parallel > 1
-    return rows * (step.expert_imbalance if spread else 1)
+    return rows * (EXPERT_IMBALANCE if spread else 1)
 
 
 def _experts(step: StepConfig, block: Block) -> float:

@@ -21,6 +21,7 @@ from plugins.estimate.launcher.activations import expert_rows, saved_by_layer, s
 from plugins.estimate.launcher.memory import state_bytes
 from plugins.estimate.launcher.reached import AMPERE, Reached
 from plugins.estimate.launcher.step_config import FP32, NF4_BYTES, StepConfig
+from plugins.estimate.launcher.tensors import linear_loss_rows
 from runspec.shape import DELTA_CHUNK, Attention, Block, GatedDelta, Matrix
 
 # Rows of this length reach half of what long rows do (the same figures: 512 tokens to 16k).
@@ -216,7 +217,12 @@ class Compute:
         # Linear: of logits the fp32 copy and the slope, each written and read; plain: log-softmax
         # and its gradient, too.
         passes = 2 if step.loss == "linear" else 4
-        return took + passes * 2 * FP32 * step.tokens * columns / self.bytes_per_s
+        moved = passes * 2 * FP32 * step.tokens * columns
+        if step.trains_table("output"):
+            # Each chunk of the linear loss adds to the head's gradient.
+            chunks = step.tokens / linear_loss_rows(step) if step.loss == "linear" else 1
+            moved += chunks * 2 * FP32 * columns * shape.dim
+        return took + moved / self.bytes_per_s
 
     def optimizer(self) -> float:
         """Weights, gradients and states read and written; the gradients' norm reads them, too."""

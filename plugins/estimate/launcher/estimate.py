@@ -44,8 +44,8 @@ class Estimate:
     ) -> None:
         """Take the step of a resolved recipe; the other arguments as `launcher.recipe.needs.needs`.
 
-        UsageFault for an entry or a GPU that
-        nothing is known of, RecipeFault for what is wrong in the recipe.
+        network_gbits: Gbit/s per GPU between nodes; None for what is usual with the GPU. UsageFault
+        for an entry or a GPU that nothing is known of, RecipeFault for what is wrong in the recipe.
         """
         method = entries.of(config).method
         if method is None:

@@ -33,11 +33,6 @@ class StepMemory:
         self.peak, self.terms = sums[self.peak_phase], self.phases[self.peak_phase]
 
 
-def state_of(step: StepConfig) -> Terms:
-    """What is in the memory of a GPU between steps."""
-    return _Phases(step).state
-
-
 def state_bytes(step: StepConfig) -> float:
     """Bytes of optimizer state per trained parameter.
 

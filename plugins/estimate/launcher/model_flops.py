@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-from runspec.flops import Attention, Linear, ModelFlops, Recurrence, Stage, count
+from runspec import flops
+from runspec.flops import ModelFlops
 from runspec.shape import Block, Matrix, Shape
 
 
@@ -11,32 +12,26 @@ def of_shape(
 ) -> ModelFlops:
     """Count for a model of this shape.
 
-    Every layer is counted alike. In the first one LoRA needs no gradient of the input of q, k and
-    v, so that this is up to 0.1 % more than `count` of a real model.
-
     Args:
         full: every weight is trained; else LoRA's adapters alone.
         ranks: the adapters' rank by matrix of its blocks; "output" for the output layer.
         backward: False counts the forward pass alone.
     """
 
-    def linear(name: str, matrix: Matrix) -> Linear:
-        rank = matrix.active * ranks.get(name, 0)
-        adapter = rank * matrix.inputs, rank * matrix.outputs
-        return Linear(matrix.active_parameters, full, adapter)
+    def linear(name: str, matrix: Matrix) -> float:
+        adapter = matrix.active * ranks.get(name, 0) * (matrix.inputs + matrix.outputs)
+        return flops.linear(matrix.active_parameters, full, adapter, backward)
 
-    output = linear("output", shape.output)
-    flops = count((), output, trained_before=True, backward=backward)
+    total = ModelFlops(0.0, linear("output", shape.output), 0.0)
     for block, number in shape.blocks:
-        layers = [linear(name, matrix) for name, matrix in block.matrices.items()]
-        stages = [layers, _attention(block)]
-        nothing = Linear(0.0, False)
-        flops += number * count(stages, nothing, trained_before=True, backward=backward)
-    return flops
+        own = ModelFlops(sum(linear(name, each) for name, each in block.matrices.items()), 0.0, 0.0)
+        total += number * (own + _attention(block, backward))
+    return total
 
 
-def _attention(block: Block) -> Stage:
+def _attention(block: Block, backward: bool) -> ModelFlops:
     if block.attention is None:
-        return Recurrence(block.delta.state) if block.delta else ()
+        state = block.delta.state if block.delta else 0.0
+        return ModelFlops(flops.recurrence(state, backward), 0.0, 0.0)
     width = (block.attention.query_width + block.attention.value_width) / 2
-    return Attention(width, block.attention.window)
+    return flops.attention(width, block.attention.window, backward)

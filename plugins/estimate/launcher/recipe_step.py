@@ -10,7 +10,7 @@ from typing import Any
 from launcher.errors import RecipeFault
 from launcher.recipe import entries
 from launcher.recipe.model import method_of
-from launcher.recipe.shapes import shape_of
+from plugins.estimate.launcher.shapes import shape_of
 from plugins.estimate.launcher.step_config import StepConfig
 from runspec import adapters, tokens
 from runspec.adapters import IA3, KINDS
@@ -30,7 +30,7 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
     """Return the step of a resolved recipe; RecipeFault names all that is wrong."""
     model, method = _block(config, "model"), entries.of(config).method or TrainConfig
     faults: list[str] = []
-    shape, family = _model(config, method, faults)
+    shape, family = model_of(config, method, faults)
     try:
         layout = Layout.of(config, nodes * gpus_per_node, gpus_per_node)
     except LayoutError as error:
@@ -61,7 +61,7 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
     return step
 
 
-def _model(
+def model_of(
     config: Mapping[str, Any], method: type[TrainConfig], faults: list[str]
 ) -> tuple[Shape, str]:
     """The shape of what is trained, and the model's family."""
@@ -101,7 +101,6 @@ def _rows(
         "length": int(length),
         "packed": packed,
         "accumulation": int(config.get("gradient_accumulation_steps") or 1),
-        "expert_imbalance": float(config.get("expert_imbalance") or StepConfig.expert_imbalance),
     }
 
 
@@ -154,7 +153,7 @@ def _on_policy(config: Mapping[str, Any], method: type[TrainConfig]) -> dict[str
             "new_tokens": int(most),
             "keeps_sampled": True,
             "in_reward_models": sum(parameter_count(f) for f in folders if f.parts and f.is_dir()),
-            "apart": apart not in (None, "same"),
+            "apart": bool(apart),
         }
     keys, own = method.keys(), ("on_policy_share", "max_new_tokens")
     if own[0] not in keys:

@@ -52,7 +52,6 @@ class StepConfig:
     dropout: bool = False
     cpu_offload: bool = False
     activation_offload: bool = False
-    expert_imbalance: float = 1.5  # rows that a rank's experts get at most, over the mean
     reshard: bool = True
     fp8: bool = False  # the products of the blocks' linear layers
     updated_by: str = ""  # the optimizer's component

@@ -19,7 +19,7 @@ from plugins.estimate.launcher.links import Links
 from plugins.estimate.launcher.reached import REACHED, Reached
 from plugins.estimate.launcher.step_config import StepConfig
 from plugins.estimate.launcher.tensors import Unit, units_of
-from runspec.flops import utilisation
+from runspec.flops import tflops_per_gpu
 
 # Of the multiprocessors, those on which NCCL's kernels run beside computing: about 16 to 24 of 132.
 TAKEN = 0.15
@@ -159,8 +159,8 @@ def step_time(step: StepConfig, gpu: Gpu, links: Links, reached: Reached | None 
         waiting,
         generating,
         tokens / seconds / gpus,
-        mfu=utilisation(flops.model * tokens, seconds, gpus, gpu.bf16_tflops),
-        hfu=utilisation(flops.hardware * tokens, seconds, gpus, gpu.bf16_tflops),
+        mfu=tflops_per_gpu(flops.model * tokens, seconds, gpus) / gpu.bf16_tflops,
+        hfu=tflops_per_gpu(flops.hardware * tokens, seconds, gpus) / gpu.bf16_tflops,
     )
 
 

@@ -113,7 +113,9 @@ def _table(step: StepConfig, name: str) -> Unit:
 def linear_loss_rows(step: StepConfig) -> int:
     """Tokens in a chunk of the linear loss."""
     columns = -(-step.shape.vocab // step.layout.tensor_parallel)
-    return min(loss_tokens(step.tokens, columns, step.shape.dim, step.chunks), step.tokens)
+    trained = step.trains_table("output")
+    rows = loss_tokens(step.tokens, columns, step.shape.dim, step.chunks, trained)
+    return min(rows, step.tokens)
 
 
 def loss_memory(step: StepConfig) -> tuple[float, float]:

@@ -227,11 +227,7 @@ def judged_weights(store: Store, name: str, number: int) -> str | None:
 
 def history(store: Store, name: str) -> list[dict[str, Any]]:
     """Return the changes of a registered model, oldest first."""
-    return [
-        each
-        for each in files.read_json_lines(store.history)
-        if isinstance(each, dict) and each.get("model") == name
-    ]
+    return [each for each in files.read_json_lines(store.history) if each.get("model") == name]
 
 
 def _record(store: Store, name: str, change: str, **facts: Any) -> None:

@@ -9,6 +9,7 @@ from launcher.look.report import Section
 from launcher.look.text import is_number
 from launcher.run.directory import Run
 from launcher.run.states import State
+from plugins.rl import names
 from runspec import files
 
 # Answers that are shown of each group, and groups.
@@ -72,9 +73,9 @@ def report_section(run: Run) -> Section:
 
 def charts(rewards: Any) -> dict[str, str]:
     """Return the charts of runs with these rewards: those above, and one for each function."""
-    names = list(rewards) if isinstance(rewards, Mapping) else []
-    own = {f"rewards/{name}": f"Reward by {name}" for name in names if len(names) > 1}
-    return {"reward": CHARTS["reward"], **own, **CHARTS} if names else {}
+    rules = list(rewards) if isinstance(rewards, Mapping) else []
+    own = {f"rewards/{name}": f"Reward by {name}" for name in rules if len(rules) > 1}
+    return {"reward": CHARTS["reward"], **own, **CHARTS} if rules else {}
 
 
 def figures(row: Mapping[str, Any]) -> list[str]:
@@ -103,7 +104,7 @@ def live_lines(run: Run, state: State, rows: Sequence[Mapping[str, Any]]) -> Ite
 
 def roles(run: Run) -> str:
     """Return how ranks and samplers of a run are, in a line; nothing without samplers."""
-    state = files.peek(run.path / files.ROLLOUT_STATE)
+    state = files.peek(run.path / names.STATE)
     if not state:
         return ""
     count = Counter(str(each.get("state")) for each in state.get("samplers", []))
@@ -117,8 +118,7 @@ def roles(run: Run) -> str:
 
 def samples(run: Run) -> Iterator[str]:
     """Yield the newest groups of a run's answers, each with its rewards."""
-    groups = [g for g in files.read_json_lines(run.path / files.ROLLOUTS) if isinstance(g, dict)]
-    for group in groups[-_GROUPS:]:
+    for group in files.read_json_lines(run.path / names.ANSWERS)[-_GROUPS:]:
         yield f"step {group.get('step')}, prompt:"
         yield from _indented(group.get("prompt"))
         answers = [each for each in group.get("answers") or () if isinstance(each, dict)]

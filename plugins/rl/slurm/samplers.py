@@ -18,11 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runspec import client, files
+from plugins.rl import names
+from plugins.serve import client
+from runspec import files
+from runspec.failure import fault
 from slurm import allocation
 from slurm.child import Child
 from slurm.companion import Companion
-from slurm.faults import fault
 from slurm.job_log import say
 from slurm.nodes import Nodes
 
@@ -61,12 +63,12 @@ class SamplerProcess:
 
     @property
     def _file(self) -> Path:
-        return self.run_dir / files.ROLLOUT / files.SAMPLER.format(self.index)
+        return self.run_dir / names.ROLLOUT / names.SAMPLER.format(self.index)
 
     @property
     def _own(self) -> Path:
         """The folder of what its node script writes, and of the request to end it."""
-        return self.run_dir / files.ROLLOUT / f"sampler_{self.index}"
+        return self.run_dir / names.ROLLOUT / f"sampler_{self.index}"
 
     def start(self) -> None:
         """Start it on its node, with a log in the newest attempt's folder."""
@@ -164,7 +166,7 @@ class SamplerProcesses(Companion):
 
     def __init__(self, run_dir: Path) -> None:
         super().__init__(run_dir)
-        self._folder = run_dir / files.ROLLOUT
+        self._folder = run_dir / names.ROLLOUT
         # Ranks do not need it.
         self._script = os.environ.pop("ROLLOUT_SCRIPT", "")
         self._secret, self._ends = "", threading.Event()
@@ -196,7 +198,7 @@ class SamplerProcesses(Companion):
             for place, (node, address) in enumerate(zip(hosts, addresses, strict=True))
             for local in range(count)
         ]
-        before = files.peek(self.run_dir / files.ROLLOUT_STATE)  # shown, never decided by
+        before = files.peek(self.run_dir / names.STATE)  # shown, never decided by
         self._deaths, self._written = before.get("deaths", []), None
         self._secret, self._ends = secrets.token_hex(32), threading.Event()
         for sampler in self.samplers:
@@ -252,7 +254,7 @@ class SamplerProcesses(Companion):
         if self._ends.is_set():
             return True
         with suppress(OSError):
-            secret = (self._folder / files.ROLLOUT_SECRET).read_text(encoding="utf-8").strip()
+            secret = (self._folder / names.SECRET).read_text(encoding="utf-8").strip()
             return secret != self._secret
         return False
 
@@ -260,7 +262,7 @@ class SamplerProcesses(Companion):
         """Make the folder, again if somebody has deleted it: samplers are restarted as they are
         not reached any more, and ranks write their next weights there.
         """
-        secret = self._folder / files.ROLLOUT_SECRET
+        secret = self._folder / names.SECRET
         if not os.path.exists(secret):
             with suppress(OSError):
                 self._folder.mkdir(mode=0o700, exist_ok=True)
@@ -282,7 +284,7 @@ class SamplerProcesses(Companion):
         if value != self._written:
             # A disk that is full ends no sampler.
             with suppress(OSError):
-                files.write_json(self.run_dir / files.ROLLOUT_STATE, value)
+                files.write_json(self.run_dir / names.STATE, value)
                 self._written = value
 
     def _give_up(self) -> None:
@@ -297,5 +299,5 @@ class SamplerProcesses(Companion):
         logs = (self.run_dir / files.LATEST_LOGS).resolve()
         record = fault(message, "RolloutError", host, permanent=False)
         files.write_json(logs / "error_rollout.json", record)
-        files.write_json(self._folder / files.NO_SAMPLER, {"message": message})
+        files.write_json(self._folder / names.NO_SAMPLER, {"message": message})
         say(f"{message}: the attempt cannot go on")

@@ -9,10 +9,10 @@ import click
 from launcher import site as sites
 from launcher.cli.common import cluster_option, json_option
 from launcher.errors import EndpointFault
+from plugins.serve import client
 from plugins.serve.endpoint import address
 from plugins.serve.launcher import endpoint as endpoints
 from plugins.serve.launcher.endpoint import Endpoint
-from runspec import client
 from runspec.files import parse_json
 
 CHAT = "/v1/chat/completions"

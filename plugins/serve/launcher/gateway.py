@@ -94,7 +94,7 @@ def end_hung(endpoint: Endpoint) -> bool:
 
 def _answers(url: str) -> bool:
     """Whether a gateway answers at all; the kernel accepts connections to one that is stopped."""
-    from runspec import client  # few commands ask
+    from plugins.serve import client  # few commands ask
 
     with suppress(OSError):
         return bool(client.send(f"{url}/health", timeout_s=_SILENT_S).status)

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from launcher import check as checks
-from launcher import paths, slurm
+from launcher import paths, slurm, venv
 from launcher import site as cluster
 from launcher.check import Finding, files, preflight
 from launcher.check import recipe as recipe_checks
@@ -48,10 +48,16 @@ def test_packages_that_are_not_the_pinned_ones_are_named(tmp_path, monkeypatch):
     (tmp_path / "constraints.txt").write_text("torch==2.11.0\npython-stdnum==2.1\n")
     (finding,) = found("virtual environment", "demo", [])
     assert "torch 2.13.0+cpu (pinned: 2.11.0)" in finding.message
+    # setup.sh --torch system names the folder of another Python's.
+    (tmp_path / "other/torch-2.12.0.dist-info").mkdir(parents=True)
+    (tmp_path / "other/numpy-1.0.dist-info").mkdir()
+    (packages / "torch-2.13.0+cpu.dist-info").rmdir()
+    (packages / "cookbook-torch.pth").write_text(f"{tmp_path}/other\n")
+    assert venv.packages() == {"torch": "2.12.0", "python_stdnum": "2.1", "of_their_own": "1.0"}
+    (packages / "cookbook-torch.pth").unlink()
     # Nor does the trainer run with any release.
     for name in ("torch-2.10.1", "transformers-5.3.0"):
         (packages / f"{name}.dist-info").mkdir()
-    (packages / "torch-2.13.0+cpu.dist-info").rmdir()
     (finding,) = found("virtual environment", "demo", [])
     assert finding.state == "failed" and finding.remedy.startswith("bash setup.sh")
     assert "torch 2.10.1 is not supported: the trainer needs 2.11 or newer" in finding.message

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def loaded(block: str, *more: str) -> Recipe:
     [
         ("{dependencies: [einops]}", ['exec "$ENV_PYTHON" -P -m torch.distributed.run']),
         ("{setup: [conda activate llm], python: python}", ["conda activate", "find_python python"]),
-        ("{kind: modules, modules: [cuda/12.8]}", ["load_module cuda/12.8", "exec python -P"]),
+        ("{modules: [cuda/12.8]}", ["load_module cuda/12.8", "exec python -P"]),
         ("{prefix: [numactl, --localalloc]}", ["exec numactl --localalloc python -P"]),
         ("{srun: [--mpi=none]}", ["--export=ALL \\\n  --mpi=none \\\n  bash -c"]),
         ("{variables: {A: 1 2}}", ["export A='1 2'"]),
@@ -61,7 +62,7 @@ def test_a_module_that_is_out_of_sight_for_a_moment_is_waited_for():
         f"source {paths.REPO_ROOT}/slurm/environment.sh",
         "module() { export LOADEDMODULES=$there; }",
         "sleep() { there=own; }",
-        *loaded("{kind: modules, modules: [own]}").environment.lines,
+        *loaded("{modules: [own]}").environment.lines,
     ]
     script = "\n".join([*lines, "echo $?"])
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
@@ -84,7 +85,7 @@ def test_serving_runs_on_the_host_and_its_engine_in_the_environment():
         ("{kind: apptainer}", "environment.image is missing"),
         ("{image: /i}", "environment.image has no meaning for kind: venv"),
         ("{kind: apptainer, image: i, binds: [data]}", "'data' is not /PATH"),
-        ("{kind: docker}", "must be one of venv, modules"),
+        ("{kind: docker}", "must be one of venv, pyxis"),
         ("{kind: pyxis, image: i, dependencies: [a]}", "dependencies has no meaning"),
         ("{pyhton: a}", "did you mean python"),
         ("nosuch", "there is no environment 'nosuch'"),
@@ -266,3 +267,27 @@ def test_a_dependency_by_its_address_is_built_or_says_why_not(tmp_path):
     assert subprocess.run([python, "-c", "import own; assert own.VALUE"]).returncode == 0
     with pytest.raises(PreflightFault, match="No module named 'not_there': name a wheel of it"):
         built_of("broken")
+
+
+def test_dependencies_come_from_the_folder_of_a_site_without_internet(tmp_path, monkeypatch):
+    """With uv's settings as setup.sh --from writes them."""
+    kit = tmp_path / "kit"
+    kit.mkdir()
+    for path in Path(sys.prefix).iterdir():
+        (kit / path.name).symlink_to(path)
+    (kit / "uv.toml").write_text(f'no-index = true\nfind-links = ["{tmp_path}"]\n')
+    monkeypatch.setenv("COOKBOOK_VENV", str(kit))
+    with zipfile.ZipFile(tmp_path / "carried_here-1.0-py3-none-any.whl", "w") as wheel:
+        about = "carried_here-1.0.dist-info"
+        wheel.writestr("carried_here.py", "")
+        wheel.writestr(
+            f"{about}/METADATA", "Metadata-Version: 2.1\nName: carried_here\nVersion: 1.0\n"
+        )
+        wheel.writestr(
+            f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr(f"{about}/RECORD", "")
+    path = built.build(Environment(dependencies=("carried-here",)), tmp_path / "shared", print)
+    assert json.loads((path / "cookbook.json").read_text())["packages"] == ["carried-here==1.0"]
+    with pytest.raises(PreflightFault, match=r"left-behind.*: bash setup\.sh --bundle FOLDER"):
+        built.build(Environment(dependencies=("left-behind",)), tmp_path / "shared", print)

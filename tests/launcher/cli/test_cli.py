@@ -56,7 +56,7 @@ GRPO = "submit demo_grpo rollout_engine=vllm"
         ("submit --recipe demo --node 2", 2, "No such option"),
         ("submit demo --nodes two", 2, "'two' is not a valid integer range"),
         ("submit demo --time '1:00\n#SBATCH --uid=0'", 2, "a limit such as"),
-        ("submit demo --partition=-x", 2, "a partition's name"),
+        ("submit demo --partition=-x", 2, "must be one word"),
         ('submit demo --qos "it\'s"', 2, "resources.qos must be"),
         ("submit demo --name 'a\nb'", 2, "choose another --name"),
         ("submit demo --name ../../evil", 2, "choose another --name"),

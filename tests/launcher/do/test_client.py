@@ -20,7 +20,7 @@ from launcher import site
 from launcher.do.resume import Changes, resume
 from launcher.errors import CookbookError
 from launcher.run.directory import Run
-from launcher.slurm.executors import token
+from launcher.slurm.job import token
 from tests.conftest import SlurmCluster
 from tests.launcher.kit import Kit, until
 
@@ -28,7 +28,7 @@ from tests.launcher.kit import Kit, until
 BODY = """
 printf '{"state": "RUNNING", "job_id": "%s", "attempt": 0, "updated": 1, "cluster": "%s"}' \\
   "$SLURM_JOB_ID" "$SLURM_CLUSTER_NAME" >$RUN/.status && mv $RUN/.status $RUN/status.json
-sleep 600
+exec sleep 600
 """
 
 
@@ -156,7 +156,13 @@ def test_another_clusters_run_is_left_alone_and_said_to_be_there(
     assert run.jobs[-1]["cluster"] == "tests" and run.jobs[-1]["controller"]
     with new_cluster("other", "--set", f"FirstJobId={int(job) - 3}") as other:
         there = Kit({**user.env, **other.env}, user.root)
-        wrap = ["sbatch", "--parsable", "--comment=mine", "--output=/dev/null", "--wrap=sleep 600"]
+        wrap = [
+            "sbatch",
+            "--parsable",
+            "--comment=mine",
+            "--output=/dev/null",
+            "--wrap=exec sleep 600",
+        ]
         until(lambda: int(other.run(wrap).stdout) >= int(job), 10)
         told = there.status(run.path)
         assert told["state"] == "RUNNING" and "belongs to cluster tests" in told["detail"]

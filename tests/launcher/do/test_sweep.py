@@ -1,4 +1,4 @@
-"""cookbook sweep: a file's cells, their predictions, and their runs as tasks of a job array."""
+"""cookbook sweep: a file's cells, their predictions, and their runs."""
 
 import json
 import re
@@ -73,20 +73,20 @@ def test_every_fault_of_a_file_is_told_at_once(tmp_path):
 
 
 def test_words_name_a_sweep_or_a_run(tmp_path):
-    made = []
-    for number in (0, 1):
-        run = Run(tmp_path / "runs" / f"20260102-030405-study-{number:02d}-0a1b")
+    made = [Run(tmp_path / "runs" / sweeps.run_name(NAME, number)) for number in (0, 9, 10, 100)]
+    other = Run(tmp_path / "runs" / "20260102-030406-other-01-0a1b")
+    for run in (*made, other):
         run.path.mkdir(parents=True)
-        made.append(run)
-    cells = [{"number": n, "name": "x", "run": run.name} for n, run in enumerate(made)]
-    found = sweeps.create(tmp_path / "sweeps" / NAME, {"cells": cells}, {})
-    assert (found.path / "tasks" / "1").resolve() == made[1].path
-    assert sweeps.runs_of(tmp_path, ["study"]) == made == sweeps.runs_of(tmp_path, [NAME])
+        run.write("submission.json", {"sweep": NAME} if run in made else {})
+    assert made[1].name == "20260102-030405-study-09-0a1b"
+    assert sweeps.find(tmp_path, "study") == made == sweeps.runs_of(tmp_path, [NAME])
     # A part of a run's name, and "last", mean a run.
-    assert sweeps.runs_of(tmp_path, ["study-01", "study"]) == [made[1], made[0]]
-    assert sweeps.runs_of(tmp_path, ["last"]) == [made[1]]
+    assert sweeps.runs_of(tmp_path, ["study-09", "study"]) == [made[1], made[0], *made[2:]]
+    assert sweeps.runs_of(tmp_path, ["last", "other"]) == [other]
     with pytest.raises(CookbookError, match="no run in"):
         sweeps.runs_of(tmp_path, ["nothing"])
+    with pytest.raises(CookbookError, match="no sweep is named 'other'"):
+        sweeps.find(tmp_path, "other")
 
 
 @pytest.fixture
@@ -98,12 +98,11 @@ def study(tmp_path) -> str:
     return written(path.parent, recipe=str(path), parallel=1, set=one, grid=kinds)
 
 
-def started(user: Kit, path: str) -> tuple[str, list[str]]:
-    """The name of a sweep that was started, and the ids of its job arrays."""
+def started(user: Kit, path: str) -> str:
+    """The name of a sweep that was started."""
     begun = user.cookbook("sweep", path)
     assert begun.returncode == 0, begun.stderr
-    told = re.match(r"submitted (\S+): 3 runs as job arrays? ([\d, ]+),", begun.stdout)
-    return told[1], told[2].split(", ")
+    return re.match(r"submitted (\S+): 3 runs, at most 1 concurrently", begun.stdout)[1]
 
 
 def states(user: Kit, name: str) -> list[str]:
@@ -113,54 +112,36 @@ def states(user: Kit, name: str) -> list[str]:
 
 
 @pytest.mark.long
-def test_a_sweep_is_a_job_array_that_is_resumed_where_it_failed(slurm_user: Kit, slurm, study):
+def test_a_sweep_runs_one_at_a_time_and_is_resumed_where_it_failed(slurm_user: Kit, slurm, study):
     user = slurm_user
     shown = user.cookbook("sweep", study, "--dry-run")
-    assert "#SBATCH --array=0-2%1" in shown.stdout and "cannot be estimated" in shown.stdout
+    assert (
+        "3 jobs, at most 1 concurrently" in shown.stdout and "cannot be estimated" in shown.stdout
+    )
     assert user.runs() == []
-    name, (array,) = started(user, study)
-    runs = [run.path for run in sweeps.find(user.root, name).runs]
+    name = started(user, study)
+    runs = [run.path for run in sweeps.find(user.root, name)]
     ended = ["COMPLETED", "OUT_OF_MEMORY", "FAILED"]
     until(lambda: states(user, name) == ended, 90, lambda: "\n".join(map(report, runs)))
     # One at a time, in order, and no second try for the one without memory.
     seen = (user.root / "times").read_text().splitlines()
     assert seen == ["small begins", "small ends", "large begins", "late begins"]
-    assert user.status(runs[1])["job_id"] == f"{array}_1"
     assert [line["cause"] for line in read_json_lines(runs[1] / "attempts.jsonl")] == [
         "out_of_memory"
     ]
     (user.root / "ready").touch()
     again = user.cookbook("sweep", "--resume", "study")
-    assert again.returncode == 0 and "resumed 1 runs of" in again.stdout, again.stderr
+    assert again.returncode == 0 and f"resumed {name}: 1 runs" in again.stdout, again.stderr
     until(lambda: states(user, name)[2] == "COMPLETED", 60, lambda: report(runs[2]))
     assert (user.root / "times").read_text().splitlines()[4:] == ["late begins", "late ends"]
     left = user.cookbook("sweep", "--resume", "study")
-    assert left.returncode == 2 and "every cell of" in left.stderr
+    assert left.returncode == 2 and "every run of" in left.stderr
     table = user.cookbook("results", "study", "--json")
     assert {row["cell"]: row["state"] for row in json.loads(table.stdout)} == {
         "kind=small": "COMPLETED",
         "kind=large": "OUT_OF_MEMORY",
         "kind=late": "COMPLETED",
     }
-
-
-@pytest.mark.long
-def test_cells_that_ask_for_different_jobs_are_arrays_one_after_the_other(
-    slurm_user: Kit, slurm, study
-):
-    user, whole = slurm_user, json.loads(Path(study).read_text())
-    cells = [
-        {"name": f"{kind} {minutes}", "set": {"parameters.kind": kind, "resources.time": minutes}}
-        for kind, minutes in (("a", 5), ("b", 6), ("c", 5))
-    ]
-    whole.pop("grid")
-    path = written(Path(study).parent, **whole, list=cells)
-    name, arrays = started(user, path)
-    assert len(arrays) == 2
-    until(lambda: states(user, name) == ["COMPLETED"] * 3, 90)
-    # The limit of one at a time holds for both arrays together.
-    seen = (user.root / "times").read_text().splitlines()
-    assert seen == [f"{kind} {word}" for kind in "acb" for word in ("begins", "ends")]
 
 
 def test_what_waits_of_a_sweep_is_cancelled_by_its_name(slurm_user: Kit, slurm, study):
@@ -196,7 +177,6 @@ def killed_sweep(user: Kit, folder: Path, program: str, pattern: str) -> None:
     )
     (tools / program).chmod(0o755)
     script = project(folder, "print('trains')\n")
-    # Each asks Slurm for something else, so that there are several arrays.
     cells = [{"name": f"k{n}", "set": {"resources.time": f"{n}"}} for n in range(10, 15)]
     path = folder / "study.yaml"
     path.write_text(json.dumps({"recipe": str(script), "list": cells}))
@@ -205,39 +185,26 @@ def killed_sweep(user: Kit, folder: Path, program: str, pattern: str) -> None:
     assert done.returncode == -signal.SIGKILL, done.stderr
 
 
-def test_a_sweep_killed_before_it_has_its_name_leaves_no_run(slurm_user: Kit, tmp_path):
-    runs = slurm_user.root / "runs"
+def test_a_sweep_killed_before_all_its_runs_are_made_says_so(slurm_user: Kit, tmp_path):
     killed_sweep(slurm_user, tmp_path, "git", "*rev-parse*")
-    assert list(runs.glob(".tmp-*")) and not list((slurm_user.root / "sweeps").glob("[!.]*"))
-    told = slurm_user.cookbook("status", "--json")
-    assert (told.returncode, json.loads(told.stdout)) == (0, [])
-
-
-def test_a_sweep_killed_before_its_runs_have_names_is_resumed(slurm_user: Kit, tmp_path):
-    runs = slurm_user.root / "runs"
-    killed_sweep(slurm_user, tmp_path, "sbatch", "*--parsable*")
-    (path,) = (slurm_user.root / "sweeps").glob("[!.]*")
-    left = [run for run in runs.iterdir() if not Run(run).all_jobs]
-    assert len(left) == 3, "two arrays were started"
-    # As if it had been killed before: what Slurm has not got has no name yet.
-    for run in left:
-        run.rename(run.with_name(f".tmp-{run.name}"))
-    assert len(json.loads(slurm_user.cookbook("status", path.name, "--json").stdout)) == 2
-    done = slurm_user.cookbook("sweep", "--resume", path.name)
-    assert done.returncode == 0 and "resumed 3 runs of" in done.stdout, done.stderr
-    assert len(list(runs.iterdir())) == 5 and not list(runs.glob(".tmp-*"))
-    slurm_user.cookbook("cancel", path.name)
-
-
-def test_a_run_whose_sweep_is_gone_says_what_to_do(slurm_user: Kit, tmp_path):
-    killed_sweep(slurm_user, tmp_path, "sbatch", "*--parsable*")
-    (path,) = (slurm_user.root / "sweeps").glob("[!.]*")
-    slurm_user.cookbook("cancel", path.name)
-    shutil.rmtree(path)
-    run = max((slurm_user.root / "runs").iterdir())
+    (run,) = (slurm_user.root / "runs").glob("[!.]*")
     state = slurm_user.status(run)
-    advice = f"start it separately with: cookbook resume {run.name}, or remove it with: rm -r {run}"
-    assert state["state"] == "PENDING" and advice in state["detail"]
-    done = slurm_user.cookbook("resume", run.name)
-    assert done.returncode == 0 and f"resumed {run.name} as job " in done.stdout, done.stderr
+    assert state["state"] == "PENDING", state
+    resume = state["detail"].partition("start it with: cookbook ")[2].split()
+    done = slurm_user.cookbook(*resume)
+    assert done.returncode == 0 and "has 1 of its 5 runs" in done.stderr, done.stderr
     assert slurm_user.cookbook("cancel", run.name).returncode == 0
+
+
+def test_a_sweep_killed_while_it_starts_its_jobs_is_resumed(slurm_user: Kit, slurm, tmp_path):
+    slurm.run(["scontrol", "update", "partitionname=gpu", "state=down"])
+    try:
+        killed_sweep(slurm_user, tmp_path, "sbatch", "*--parsable*")
+        runs = sweeps.find(slurm_user.root, "study")
+        assert [bool(run.all_jobs) for run in runs] == [True, True, False, False, False]
+        done = slurm_user.cookbook("sweep", "--resume", "study")
+        assert done.returncode == 0 and ": 3 runs, at most 4" in done.stdout, done.stderr
+        assert states(slurm_user, "study") == ["PENDING"] * 5
+    finally:
+        slurm_user.cookbook("cancel", "study")
+        slurm.run(["scontrol", "update", "partitionname=gpu", "state=up"])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -85,13 +86,16 @@ def test_a_cut_connection_a_broken_file_and_a_second_call(alice: Kit, hub: Hub, 
     site = clusters.Site(shared_root=str(alice.root))
     assert provenance._model_revision(recipe, site)["revision"] == model.sha
 
-    # A job, with the HF_HOME that job scripts set and no network, reads the dataset.
+    # A job, with the HF_HOME that job scripts set and no network, reads the dataset; here on a
+    # cluster without internet, where hf/ was carried to.
+    carried = tmp_path / "carried"
+    shutil.copytree(alice.root / "hf", carried, symlinks=True)
     program = (
         "import datasets; print(datasets.load_dataset('acme/questions')['train'][4]['answer'])"
     )
     read = subprocess.run(
         [sys.executable, "-c", program],
-        env={**alice.env, "HF_HOME": str(alice.root / "hf"), "HF_HUB_OFFLINE": "1"},
+        env={**alice.env, "HF_HOME": str(carried), "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
         cwd=tmp_path,

@@ -167,19 +167,20 @@ def test_replay_uses_the_code_of_the_run(tmp_path, monkeypatch):
     run = made(tmp_path, "one", packages=["torch==1.0"], python="3.0")
     kit = code.present(site.root)
     code.link(run.path, kit)
-    again = replay.prepare(run, site, said.append)
+    again = replay.prepare(run, site, [], said.append)
     assert again.code == kit.folder and not any("code" in line for line in said)
-    assert again.recipe.stem == "demo" and "output_dir" not in yamlfile.load(again.recipe)
+    recipe = Path(next(word for word in again.argv if word.endswith(".yaml")))
+    assert recipe.stem == "demo" and "output_dir" not in yamlfile.load(recipe)
     assert (
         said[-1] == f"once it is submitted, compare both runs with: cookbook diff {run.name} last"
     )
     changed = shutil.copytree(kit.folder, tmp_path / "checkout")
     (changed / "runspec" / "new.py").write_text("")
     monkeypatch.setattr(paths, "REPO_ROOT", changed)
-    assert replay.prepare(run, site, said.append).code == kit.folder
+    assert replay.prepare(run, site, [], said.append).code == kit.folder
     assert any(line.startswith(f"code: {kit.sha256[:12]} (commit ") for line in said), said
     code.link(run.path, code.Code(tmp_path / "gone"))
-    other = replay.prepare(run, site, said.append).code
+    other = replay.prepare(run, site, [], said.append).code
     assert any("the current code is used" in line for line in said)
     assert other != kit.folder and (other / "runspec" / "new.py").is_file()
 
@@ -187,10 +188,10 @@ def test_replay_uses_the_code_of_the_run(tmp_path, monkeypatch):
 def test_what_cannot_be_replayed_says_so(tmp_path):
     script = made(tmp_path, "own", {"entry": "script:train.py"})
     with pytest.raises(UsageFault, match="ran its own script"):
-        replay.prepare(script, Site(shared_root=str(tmp_path)), print)
+        replay.prepare(script, Site(shared_root=str(tmp_path)), [], print)
     (script.path / "provenance.json").unlink()
     with pytest.raises(UsageFault, match="so it cannot be replayed"):
-        replay.prepare(script, Site(shared_root=str(tmp_path)), print)
+        replay.prepare(script, Site(shared_root=str(tmp_path)), [], print)
 
 
 @pytest.mark.long

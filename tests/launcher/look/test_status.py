@@ -121,7 +121,7 @@ def test_a_last_word_that_comes_while_slurm_is_asked_counts(tmp_path, monkeypatc
     class Slow:
         def states(self, jobs):
             run.write("status.json", {**run.status, "state": "COMPLETED"})
-            return {job.token: judging.JobState("COMPLETED", "squeue", True) for job in jobs}
+            return {job.token: judging.State("COMPLETED", "squeue", "", True) for job in jobs}
 
     monkeypatch.setattr(judging, "executor_of", lambda job_id: Slow())
     ((_, state),) = judged([run])

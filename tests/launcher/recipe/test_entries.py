@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from benchmarks.reference import keys
 from launcher import check as checks
 from launcher import paths
 from launcher.check import preflight
-from launcher.cli.reference import keys
 from launcher.do.submit import plan
 from launcher.errors import RecipeFault, UsageFault
 from launcher.recipe import entries
@@ -87,7 +87,7 @@ def test_without_its_row_it_is_not_known(tmp_path):
 
 def test_the_page_of_keys_is_what_the_table_says():
     page = (paths.REPO_ROOT / "docs" / "keys.md").read_text()
-    assert page == keys(), "python -m launcher.cli.reference keys > docs/keys.md"
+    assert page == keys(), "python -m benchmarks.reference keys > docs/keys.md"
     for name in all_keys():
         assert f"| `{name}` |" in page
 

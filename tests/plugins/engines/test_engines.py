@@ -325,7 +325,7 @@ def test_a_damaged_engine_json_ends_the_run_with_its_name(tmp_path, monkeypatch)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["apptainer", "modules"])
+@pytest.mark.parametrize("kind", ["apptainer", "venv"])
 def test_an_engine_is_asked_for_its_keys_in_it(kind, injected, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if kind == "apptainer" and (os.geteuid() or not shutil.which("gcc")):
@@ -333,7 +333,7 @@ def test_an_engine_is_asked_for_its_keys_in_it(kind, injected, tmp_path, monkeyp
     own = {
         "apptainer": "image: PLACE/image, python: PREFIX/bin/python, "
         "setup: ['PATH=PLACE/bin:$PATH'], binds: ['/usr:/usr:ro', OWN, PREFIX, REPO]",
-        "modules": "setup: ['module() { export LOADEDMODULES=own PATH=PREFIX/bin:$PATH; }'], "
+        "venv": "setup: ['module() { export LOADEDMODULES=own PATH=PREFIX/bin:$PATH; }'], "
         "modules: [own], python: python",
     }
     block = f"{{kind: {kind}, {own[kind]}, "

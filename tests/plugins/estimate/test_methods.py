@@ -81,8 +81,8 @@ def wide_content(folder: Path, model_folder: Path, dataset: Path, **more: Any) -
 @pytest.mark.parametrize(
     ("entry", "changes", "held"),
     [
-        ("dpo", {"reference": "adapter_off", "model": LORA}, 0),
-        ("dpo", {"reference": "model"}, 1),
+        ("dpo", {"model": LORA}, 0),
+        ("dpo", {}, 1),
         ("toy_objective", {"activation_checkpointing": "full"}, 1),
     ],
     ids=["adapter_off", "model", "toy-model"],
@@ -105,7 +105,7 @@ def test_a_reference_is_counted(entry, changes, held, tmp_path, model_folder, da
 @pytest.mark.parametrize(
     "changes",
     [
-        TP | {"beta": 0.5, "temperature": 2.0},
+        pytest.param(TP | {"beta": 0.5, "temperature": 2.0}, marks=LONG),
         pytest.param({"model": LORA, "teacher_quantize_base": True, "beta": 1.0}, marks=LONG),
     ],
     ids=["tensor", "nf4-fsdp"],

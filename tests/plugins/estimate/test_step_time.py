@@ -14,11 +14,11 @@ from launcher import site as cluster
 from launcher.cli import cookbook
 from launcher.errors import RecipeFault
 from launcher.recipe import load as recipes
-from launcher.recipe.shapes import shape_of
 from plugins.estimate.launcher.compute import DENSE, OTHER, Compute
 from plugins.estimate.launcher.links import Links
 from plugins.estimate.launcher.reached import Reached
 from plugins.estimate.launcher.recipe_step import step_of
+from plugins.estimate.launcher.shapes import shape_of
 from plugins.estimate.launcher.step_config import StepConfig
 from plugins.estimate.launcher.step_time import computing, step_time
 from runspec.layout import Layout

@@ -13,7 +13,8 @@ from typing import Any, cast
 
 import pytest
 
-from plugins.rl.samplers import Request, Samplers, _Asked
+from plugins.rl import names
+from plugins.rl.samplers import Request, RolloutError, Samplers, _Asked
 from plugins.rl.slurm import samplers as processes
 from runspec import files
 from slurm import faults
@@ -23,7 +24,7 @@ from tests.plugins.rl.test_grpo import MODULE, TP, config
 from tests.trainer.forks import environment
 from tests.trainer.runs import curve, finish, kill_at, metrics, start
 from tests.vllm_stand_in import vllm_python
-from trainer.errors import RolloutError, write_error_record
+from trainer.errors import write_error_record
 
 Answer = Callable[[dict[str, Any]], tuple[int, dict[str, Any]]]
 WORLD: Any = SimpleNamespace(data_rank=0)
@@ -53,8 +54,8 @@ def servers(folder: Path, *answers: Answer) -> Iterator[None]:
     for index, server in enumerate(started):
         threading.Thread(target=server.serve_forever).start()
         known = {"host": "127.0.0.1", "port": server.server_port, "node": f"n{index}"}
-        (folder / files.SAMPLER.format(index)).write_text(json.dumps(known))
-    (folder / files.ROLLOUT_SECRET).write_text("secret")
+        (folder / names.SAMPLER.format(index)).write_text(json.dumps(known))
+    (folder / names.SECRET).write_text("secret")
     try:
         yield
     finally:
@@ -74,7 +75,7 @@ def test_samplers_share_requests_and_one_that_dies_gives_its_own_back(tmp_path: 
             if len(got[index]) == 1:
                 both.wait(60)  # each has one
             if index == 1:
-                (tmp_path / files.SAMPLER.format(1)).unlink(missing_ok=True)
+                (tmp_path / names.SAMPLER.format(1)).unlink(missing_ok=True)
                 return 500, {"error": "it ends"}
             return 200, {"version": "0.1.7", "tokens": asked["prompts"], "log_probs": [[0.0]]}
 
@@ -101,10 +102,10 @@ def test_a_sampler_that_does_not_answer_is_named_with_its_node(tmp_path: Path) -
 
 
 def test_a_folder_that_is_deleted_in_a_run_is_made_again(tmp_path: Path) -> None:
-    folder = tmp_path / files.ROLLOUT
-    secret = folder / files.ROLLOUT_SECRET
+    folder = tmp_path / names.ROLLOUT
+    secret = folder / names.SECRET
     with samplers(tmp_path, 1, "exec sleep 600"):
-        until((tmp_path / files.ROLLOUT_STATE).exists, 30)
+        until((tmp_path / names.STATE).exists, 30)
         known = secret.read_text()
         shutil.rmtree(folder)
         until(lambda: secret.exists() and secret.read_text() == known, 30)
@@ -135,7 +136,7 @@ def test_vllm_generates_by_the_weights_of_each_rollout(
     with samplers(path.parent, 1):
         monkeypatch.setenv("ROLLOUT_SAMPLERS", "1")
         finish(start(path, ranks, module=MODULE))
-        written = sorted((path.parent / files.ROLLOUT).glob("weights_*"), reverse=True)
+        written = sorted((path.parent / names.ROLLOUT).glob("weights_*"), reverse=True)
         assert (written[0] / f"{sent}.safetensors").exists() or (
             written[0] / f"{sent}_model.safetensors"
         ).exists()

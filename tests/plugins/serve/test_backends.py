@@ -6,7 +6,6 @@ from pathlib import Path
 
 from plugins.serve import backends, parameters
 from plugins.serve.recipe_keys import SERVE
-from runspec.devices import visible
 
 SETTINGS = {key: entry.default for key, entry in SERVE.items()} | {"endpoint": "intent"}
 
@@ -42,9 +41,9 @@ def test_vllm_serves_an_adapter_under_the_endpoints_name_and_not_its_base(tmp_pa
 
 def test_each_server_sees_its_own_gpus():
     """Also where the site's Slurm sets no CUDA_VISIBLE_DEVICES: else all would use the first."""
-    assert visible([2, 3], "GPU-a,GPU-b,5,7") == "5,7"
-    assert visible([2, 3], None) == "2,3"
-    assert visible([0], "") == ""
+    assert backends.visible([2, 3], "GPU-a,GPU-b,5,7") == "5,7"
+    assert backends.visible([2, 3], None) == "2,3"
+    assert backends.visible([0], "") == ""
 
 
 def test_a_backend_starts_in_the_recipes_environment(monkeypatch):

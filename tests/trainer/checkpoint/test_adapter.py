@@ -112,9 +112,8 @@ def of_peft(folder: Path, model_folder: Path, **settings: Any) -> tuple[Path, to
     [
         {"use_rslora": True},
         {"use_rslora": True, "use_dora": True},
-        {"alpha_pattern": {"layers.1.self_attn.q_proj": 40, "down_proj": 3}},
     ],
-    ids=["rslora", "rslora-dora", "alpha-pattern"],
+    ids=["rslora", "rslora-dora"],
 )
 @pytest.mark.parametrize("source", ["torchtune", "transformers"])
 def test_pefts_scale_is_kept_and_exported(settings, source, tmp_path, model_folder, dataset, world):
@@ -125,6 +124,10 @@ def test_pefts_scale_is_kept_and_exported(settings, source, tmp_path, model_fold
     use_dora = settings.get("use_dora", False)
     model = {"lora_rank": 4, "lora_alpha": 8, "adapter": "dora" if use_dora else "lora"}
     model = lora_model(use_dora=use_dora) if source == "torchtune" else model
+    path = config(tmp_path / "run", model_folder, dataset, given, model=model)
+    (fault,) = check.faults(read_yaml(path), SupervisedFineTuning)
+    assert "set model.use_rslora=True" in fault
+    model |= {"use_rslora": True}
     path = config(tmp_path / "run", model_folder, dataset, given, model=model)
     assert check.faults(read_yaml(path), SupervisedFineTuning) == []
     trainer = build(path, world)
@@ -148,11 +151,12 @@ def test_pefts_scale_is_kept_and_exported(settings, source, tmp_path, model_fold
     ("settings", "told"),
     [
         ({"lora_bias": True}, "the adapter has lora_bias=True, which is not supported; merge it"),
-        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern gives .*q_proj rank 2, the model has"),
+        ({"rank_pattern": {"q_proj": 2}}, r"alpha_pattern scale .*\*.*q_proj otherwise"),
+        ({"alpha_pattern": {"layers.1.self_attn.q_proj": 40}}, r"alpha_pattern scale .*q_proj"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save=\['lm_head'\], which is not"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa', which is not supported"),
     ],
-    ids=["bias", "rank-pattern", "saved", "pissa"],
+    ids=["bias", "rank-pattern", "alpha-pattern", "saved", "pissa"],
 )
 def test_what_changes_pefts_function_is_refused_by_name(
     settings, told, tmp_path, model_folder, dataset
@@ -164,7 +168,7 @@ def test_what_changes_pefts_function_is_refused_by_name(
     file.write_text(json.dumps(content))
     path = config(tmp_path / "run", model_folder, dataset, given)
     refused = "\n".join(check.faults(read_yaml(path), SupervisedFineTuning))
-    assert re.search(told, refused) or "rank_pattern" in settings
+    assert re.search(told, refused)
     assert "use_other={'a': 1}, which is not supported" in refused and "not_used" not in refused
     file.write_text(json.dumps({k: v for k, v in content.items() if k != "use_other"}))
     assert re.search(told, "\n".join(check.faults(read_yaml(path), SupervisedFineTuning)))

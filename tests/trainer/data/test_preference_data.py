@@ -14,7 +14,7 @@ from trainer.check import faults
 from trainer.config import parse, read_yaml
 from trainer.data.form import SINGLE, SampleForm
 from trainer.data.preview import previews
-from trainer.data.source import DataSpec, Source, sample
+from trainer.data.source import Source, sample
 from trainer.data.tokenizers import hugging_face_tokenizer
 from trainer.errors import ConfigError
 from trainer.methods import preference_losses as losses
@@ -173,7 +173,7 @@ def test_a_number_that_is_not_finite_is_named_by_its_line(
     block = {"_component_": component, "source": "json", "data_files": str(path), "split": split}
     form = {PAIRS: PreferenceTuning.form, UNPAIRED: UnpairedPreferenceTuning.form}.get(component)
     tokenizer = hugging_face_tokenizer(str(model_folder))
-    samples = Source(DataSpec("dataset", block | more, tokenizer, form or SINGLE))
+    samples = Source("dataset", block | more, tokenizer, form or SINGLE)
     with pytest.raises(ConfigError, match=re.escape(words)) as told:
         samples.pieces(1)
     assert f"dataset: {path}, line 2: " in str(told.value)
@@ -251,13 +251,11 @@ def test_a_prompt_that_fills_the_row_is_counted_and_left_out(tmp_path, model_fol
     [
         ({"label_smoothing": 0.5}, "label_smoothing: must be below 0.5"),
         ({"loss": "ipo", "label_smoothing": 0.1}, "loss=ipo does not use it"),
-        ({"loss": "simpo", "reference": "model"}, "reference: loss=simpo does not use it"),
         (
             {"loss": "simpo", "length_normalized": True},
             "length_normalized: loss=simpo does not use it",
         ),
         ({"loss": "orpo", "sft_weight": 0.1}, "sft_weight: loss=orpo does not use it"),
-        ({"reference": "adapter_off"}, "adapter_off needs an adapter"),
         ({"component": UNPAIRED, "batch_size": 1}, "batch_size: KTO compares with the other"),
     ],
 )
@@ -276,8 +274,7 @@ def test_the_cheapest_reference_is_chosen():
     assert kind(model=LORA) == "adapter_off" and kind(model={}) == "model"
     start = {"adapter_checkpoint": "a"}
     assert kind(model=LORA, checkpointer=start) == "model"
-    assert kind(loss="simpo") == kind(loss="orpo", reference="model") == ""
-    assert kind(model=LORA, reference="model") == "model"
+    assert kind(loss="simpo") == kind(loss="orpo") == ""
 
 
 def test_losses_and_gradients_are_torchtunes():

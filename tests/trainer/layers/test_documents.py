@@ -7,14 +7,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torchtune.modules import RotaryPositionalEmbeddings
 
 from tests.trainer.data.test_data import GEMMA, LLAMA, ROW, packed
 from tests.trainer.runs import MODEL_SIZES
 from trainer.config import instantiate
 from trainer.layers import attention, flex
 from trainer.model import Documents, Inputs
-from trainer.models.torchtune.decoder import adopt, rotated
+from trainer.models.torchtune.decoder import adopt
 from trainer.parallel import activations
 
 
@@ -100,20 +99,6 @@ def test_a_variable_length_kernel_gives_what_the_mask_gives(build):
             found = outputs()
         for own, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(own, other, rtol=0.02, atol=0.02)
-
-
-@pytest.mark.parametrize("head_dim", [6, 64])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rotated_pairs_are_torchtunes_to_the_last_bit(head_dim, dtype):
-    rope = RotaryPositionalEmbeddings(head_dim, max_seq_len=16)
-    given = torch.randn(2, 7, 3, head_dim).to(dtype).requires_grad_()
-    upstream = torch.randn(given.shape).to(dtype)
-    for input_pos in (None, torch.arange(14).view(2, 7)):
-        pairs = []
-        for rotate in (rope, partial(rotated, rope)):
-            out = rotate(given, input_pos=input_pos)
-            pairs.append((out, *torch.autograd.grad(out, given, upstream)))
-        assert all(map(torch.equal, *pairs))
 
 
 def documents_of(length: int, seed: int) -> torch.Tensor:

@@ -50,7 +50,7 @@ QLORA = ADAPTED | {"model": LORA | {"quantize_base": True}}
 BASES: Bases = {
     "moe": FULL | {"family": "qwen3-moe"},
     "moe-aux": FULL | AUXILIARY | {"family": "qwen3-moe"},
-    "moe-frozen-router": FULL | {"family": "qwen3-moe", "train_router": False},
+    "moe-frozen-router": FULL | {"family": "qwen3-moe", "freeze": ["*.mlp.gate.*"]},
     "moe-lora": ADAPTED | {"family": "qwen3-moe"},
     "moe-ia3": FULL
     | {"family": "qwen3-moe", "model": {"adapter": "ia3"}, "save_adapter_weights_only": True},

@@ -1,6 +1,7 @@
 """fp8: near bf16, in every layout, with plain weights in what it leaves behind."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,13 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
-from tests.trainer.runs import Runs, lora_model, metrics, train, write_config
+from tests.trainer.runs import Runs, lora_model, metrics, spec_of, train, write_config
 from trainer.config import load
 from trainer.errors import ConfigError
-from trainer.layers import fp8, linear
+from trainer.layers import linear
 from trainer.loop import Trainer
 from trainer.methods.sft import SupervisedFineTuning
-from trainer.models.build import empty_module
+from trainer.models.build import empty_module, layout_faults
 
 FP8 = {"dtype": "bf16", "enable_fp8_training": True, "row_length": 96, "batch_size": 4}
 FP8 |= {"optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3}}
@@ -83,15 +84,14 @@ def test_what_it_does_not_go_with_is_said_at_once(tmp_path, model_folder, datase
 
 
 def test_sizes_that_no_gpu_multiplies_are_named():
+    block = lora_model(intermediate_dim=344, num_heads=8, num_kv_heads=8)
     with torch.device("meta"):
-        model = empty_module(lora_model(intermediate_dim=344, num_heads=8, num_kv_heads=8))
-    layers = {
-        model.get_submodule(name): name.endswith(("output_proj", "w2"))
-        for name in model.linear_layers()
-    }
-    (found,) = fp8.faults(layers, ranks=1)
+        model = empty_module(block)
+    spec = spec_of(block, enable_fp8_training=True)
+    (found,) = layout_faults(model, spec)
     assert "multiples of 16, and this model has layers of 344;" in found
-    found = fp8.faults(layers, ranks=16)
+    faults = layout_faults(model, replace(spec, tensor_parallel_dim=16))
+    found = [fault for fault in faults if fault.startswith("enable_fp8_training")]
     assert [fault.partition("layers of ")[2].partition(";")[0] for fault in found] == [
         "128 split over 16 ranks",
         "344 split over 16 ranks",

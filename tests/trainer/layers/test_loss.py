@@ -183,6 +183,13 @@ def test_neither_logits_nor_a_frozen_weights_gradient_is_ever_there():
     assert max(seen.sizes) == 2000 * 4000
 
 
+def test_a_trained_head_goes_through_fewer_chunks():
+    hidden, weight = (torch.empty(n, 4096, device="meta") for n in (8192, 128256))
+    sizes = lambda made_of: {part.stop - part.start for part in made_of.parts()}  # noqa: E731
+    assert sizes(Factors([(hidden, weight)])) == {512}
+    assert sizes(Factors([(hidden, weight.requires_grad_())])) == {2048}
+
+
 def test_weight_gradients_of_many_chunks_are_as_exact_in_bf16_as_those_of_one():
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):

@@ -19,6 +19,7 @@ from tests.trainer.runs import (
     assert_same_tensors,
     lora_model,
     metrics,
+    spec_of,
     write_config,
 )
 from trainer import config as configs
@@ -27,7 +28,6 @@ from trainer.layers import linear, nf4
 from trainer.layers.adapters import lora_linear
 from trainer.layers.adapters.base import method
 from trainer.models import build as models
-from trainer.parallel import tensor_parallel
 
 METHODS = {
     "dora": {"use_dora": True, "apply_lora_to_output": True},
@@ -285,9 +285,11 @@ def test_every_layout_equals_the_single_process(name, runs):
 
 
 def test_blocks_that_the_ranks_do_not_divide_are_refused():
+    given = lora_model(quantize_base=True)
     with torch.device("meta"):
-        model = models.empty_module(lora_model(quantize_base=True))
-    found = tensor_parallel.faults(model, 4)
+        model = models.empty_module(given)
+    spec = spec_of(given, tensor_parallel_dim=4)
+    found = models.layout_faults(model, spec)
     assert any(
         "tensor_parallel_dim 4 does not divide 2 blocks of 64 inputs: " in fault for fault in found
     )

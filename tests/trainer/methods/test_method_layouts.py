@@ -30,8 +30,8 @@ SCORES = {"model": {"_component_": TRANSFORMERS, "lora_rank": 4, "lora_alpha": 8
 # By name: method, component of data that are compared, changes to the config.
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "dpo-full": ("dpo", PAIRS, SLOW),
-    "dpo-lora": ("dpo", PAIRS, LORA | {"reference": "adapter_off"}),
-    "kto-lora": ("kto", UNPAIRED, LORA | {"reference": "model"}),
+    "dpo-lora": ("dpo", PAIRS, LORA),
+    "kto-lora": ("kto", UNPAIRED, LORA),
     "reward": ("reward", PAIRS, SCORES | SLOW),
     "distill": ("distill", "", SLOW | {"row_length": 96}),
     "pretrain": ("pretrain", "", SLOW | {"z_loss": 1e-3, "num_workers": 2}),

@@ -16,12 +16,12 @@ from pyarrow import Table, parquet
 
 from launcher.cli import cookbook
 from launcher.recipe import entries
+from runspec.prepared import COMPONENT as PREPARED
 from tests.trainer.methods.pairs import pairs_config, write_pairs
 from tests.trainer.methods.toy_objective import PreferFirst, ToyConfig
 from tests.trainer.runs import ROOT, lora_model, metrics
 from trainer.config import parse, read_yaml
 from trainer.data.preview import previews
-from trainer.data.source import PREPARED
 
 TOY = "tests.trainer.methods.toy_objective"
 MODULE = f"trainer.train {TOY}:ToyConfig"

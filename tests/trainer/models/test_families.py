@@ -49,6 +49,9 @@ GEMMA2_BUILDER = {
 }
 
 
+YARN = {"rope_type": "yarn", "factor": 2.0}
+
+
 def theta(base: float) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": base}}
 
@@ -253,8 +256,8 @@ def test_torchtunes_builders_fit_the_real_models(component):
         ("llama3", {"norm_eps": 1e-6}, {}, "rms_norm_eps 1e-06, the model's config.json has 1e-05"),
         ("llama3", {}, {"rope_parameters": LLAMA3}, "has rope type default, the model's"),
         ("llama3_1", {"scale_factor": 8}, {}, "has factor 8, the model's config.json has 4.0; set"),
-        ("mistral", {}, {"rope_parameters": {"rope_type": "yarn"}}, "has rope type 'yarn', which"),
-        ("phi3", {}, {"rope_scaling": {"type": "longrope"}}, "has rope type 'longrope', which is"),
+        ("mistral", {}, {"rope_parameters": YARN}, "has rope type 'yarn', which"),
+        ("phi3", {}, {"rope_scaling": {"type": "longrope"}}, "refused by transformers: "),
         ("phi3", {}, {"rope_parameters": PARTIAL}, "has partial_rotary_factor 0.75, and only"),
         ("gemma2", {"hidden_capping_value": 50.0}, {}, "set model.hidden_capping_value=1.5"),
         ("gemma2", {"query_pre_attn_scalar": 16}, {}, "query_pre_attn_scalar 16.0, the model's"),

@@ -1,14 +1,22 @@
 """Layouts that the model, the ranks or the optimizer cannot have are refused before a step."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from tests.trainer.runs import MODEL_SIZES, error_record, lora_model, train, write_config
+from tests.trainer.runs import (
+    MODEL_SIZES,
+    error_record,
+    lora_model,
+    spec_of,
+    train,
+    write_config,
+)
 from trainer import optimizers
 from trainer.config import load
 from trainer.errors import ConfigError
 from trainer.models import build as models
-from trainer.parallel import tensor_parallel
 from trainer.parallel import world as distributed
 
 TIED = {"_component_": "torchtune.models.llama3_2.llama3_2", **MODEL_SIZES, "scale_factor": 1}
@@ -31,12 +39,14 @@ def test_a_model_that_cannot_be_split_is_refused_on_every_rank(tmp_path, model_f
 
 
 def test_every_size_that_does_not_divide_is_named():
+    given = TIED | {"vocab_size": 1001, "intermediate_dim": 500}
     with torch.device("meta"):
-        model = models.empty_module(TIED | {"vocab_size": 1001, "intermediate_dim": 500})
-    found = tensor_parallel.faults(model, 3)
+        model = models.empty_module(given)
+    spec = spec_of(given, tensor_parallel_dim=3)
+    found = models.layout_faults(model, spec)
     for name in ("num_heads 4", "num_kv_heads 2", "intermediate_dim 500", "vocab_size 1001"):
         assert any(f"3 does not divide the model's {name}: choose" in fault for fault in found)
-    assert tensor_parallel.faults(model, 1) == []
+    assert models.layout_faults(model, replace(spec, tensor_parallel_dim=1)) == []
 
 
 @pytest.mark.parametrize(

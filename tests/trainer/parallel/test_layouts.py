@@ -19,7 +19,6 @@ WEIGHT_TOLERANCE = 5e-4
 ADAMW = {"_component_": "torch.optim.AdamW", "lr": 3e-3}
 FUSED = {"optimizer": ADAMW | {"fused": True}}
 SLOW = {"max_steps": 16, "optimizer": ADAMW | {"lr": 1e-5}}
-TABLES = {"custom_sharded_layers": ["tok_embeddings", "output"]}
 PLAN = {"tensor_parallel_plan": {"_component_": "torchtune.models.llama3.base_llama_tp_plan"}}
 TRACED = {
     "profiler": {"enabled": True, "wait_steps": 1, "warmup_steps": 1, "active_steps": 1},
@@ -55,7 +54,7 @@ SAME: dict[str, tuple[int, dict[str, Any]]] = {
     "lora-by-operation": (1, BY_OPERATION),
     "full-tp2": (2, TP | FUSED),
     "full-tp2-offload": (2, TP | {"fsdp_cpu_offload": True} | BY_OPERATION),
-    "full-tp2-fsdp2": (4, TP | FUSED | TABLES | PLAN),
+    "full-tp2-fsdp2": (4, TP | FUSED | PLAN),
     "lora-tp2-masters": (2, TP | MASTERS),
     "lora-output-tp2-fsdp2": (4, TP | TWICE | RECOMPUTED),
     "tied-tp2-fsdp2": (4, TP),
@@ -73,7 +72,7 @@ QUICK = ("full-fsdp2", "full-fsdp4", "lora-fsdp2")
 OTHERS: dict[str, tuple[int, dict[str, Any]]] = {
     "full-unchanged": (
         4,
-        RECOMPUTED | TABLES | {"max_steps": 1, "optimizer": ADAMW | {"lr": 0.0, "fused": True}},
+        RECOMPUTED | {"max_steps": 1, "optimizer": ADAMW | {"lr": 0.0, "fused": True}},
     ),
     "full-reduced": (2, {"fsdp_reduce_dtype": "bf16"}),
     "lora-bf16": (2, BF16 | RECOMPUTED),

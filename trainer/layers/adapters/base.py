@@ -13,11 +13,6 @@ from trainer.errors import ConfigError
 from trainer.model import AdapterKind, Decoder
 
 
-def kind_of_layer(name: str) -> str:
-    """A name without its layer's number."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
-
-
 def kind_of(model: Mapping[str, Any]) -> AdapterKind | None:
     """The kind that a `model` block names; None if all weights are trained.
 

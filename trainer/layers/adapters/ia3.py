@@ -14,9 +14,8 @@ from torch import nn
 from runspec import adapters
 from trainer.errors import ConfigError
 from trainer.layers import linear, nf4
-from trainer.layers.adapters.base import kind_of_layer
 from trainer.layers.linear import AdaptedLinear, Own
-from trainer.model import PEFT_PREFIX, AdapterKind, Decoder, Hub, Loaded, Role, plain_name
+from trainer.model import PEFT_PREFIX, AdapterKind, Decoder, Hub, Role, pattern, plain_name
 from trainer.sharded import full_tensor
 
 OUT, IN = "ia3_out", "ia3_in"
@@ -140,9 +139,9 @@ class IA3(AdapterKind):
         tensors: dict[str, torch.Tensor],
         settings: Mapping[str, Any] | None,
         faults: list[str],
-    ) -> Loaded:
+    ) -> dict[str, torch.Tensor]:
         """PEFT's tensors, or the model's own, by the model's names; see `AdapterKind.from_peft`."""
-        check_type(self, settings, faults)
+        self.check_type(settings, faults)
         values, used, layers = {}, set(), _layers(model)
         for place, parts in _places(model, hub, layers).items():
             key = f"{PEFT_PREFIX}{place}.ia3_l"
@@ -152,7 +151,7 @@ class IA3(AdapterKind):
             by_input = _by_input(parts, layers)
             if (tensors[key].shape[0] == 1) != by_input:
                 faults.append(
-                    f"scales the {'outputs' if by_input else 'inputs'} of {kind_of_layer(place)}, "
+                    f"scales the {'outputs' if by_input else 'inputs'} of {pattern(place)}, "
                     f"the model its {'inputs' if by_input else 'outputs'}"
                 )
             elif by_input:
@@ -161,14 +160,7 @@ class IA3(AdapterKind):
                 rows = tensors[key][:, 0].split([count for _, count in parts])
                 for (name, _), own in zip(parts, rows, strict=True):
                     values[f"{name}.{OUT}"] = model.from_hub(f"{name}.weight", own)
-        return Loaded(values | {n: t for n, t in tensors.items() if n not in used}, {})
-
-
-def check_type(kind: AdapterKind, settings: Mapping[str, Any] | None, faults: list[str]) -> None:
-    """Add to `faults` that adapter_config.json is of another kind."""
-    given = (settings or {}).get("peft_type", kind.declared.peft_type)
-    if given != kind.declared.peft_type:
-        faults.append(f"is a {given} adapter, the model's is {kind.declared.peft_type}")
+        return values | {n: t for n, t in tensors.items() if n not in used}
 
 
 def _layers(model: Decoder) -> dict[str, ScaledLinear]:

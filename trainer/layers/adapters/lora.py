@@ -1,7 +1,7 @@
 """LoRA and DoRA: on linear layers and on experts, and between a model's layers and PEFT's files."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -11,14 +11,13 @@ from runspec import adapters
 from trainer.errors import ConfigError
 from trainer.layers import experts
 from trainer.layers.adapters import lora_experts, peft_config
-from trainer.layers.adapters.base import kind_of_layer
 from trainer.layers.adapters.lora_linear import LowRankLinear, adapted_layers, row_norms
 from trainer.layers.adapters.peft_config import PeftConfig
-from trainer.model import PEFT_PREFIX, AdapterKind, Decoder, Hub, Loaded, plain_name
+from trainer.model import PEFT_PREFIX, AdapterKind, Decoder, Hub, pattern, plain_name
 from trainer.sharded import full_tensor
 
-# By module of transformers' class: its adapter's rank, and the factor of B A.
-Scales = dict[str, tuple[int, float]]
+# By module of transformers' class: its adapter's rank.
+Ranks = dict[str, int]
 
 
 class LoRA(AdapterKind):
@@ -100,10 +99,6 @@ class LoRA(AdapterKind):
             full.uniform_(-bound, bound, generator=generator)
         return full
 
-    def identity(self, model: Decoder) -> dict[str, Any]:
-        """The factors of B A."""
-        return {"lora_scaling": sorted({layer.scaling for layer in adapted_layers(model)})}
-
     @torch.no_grad()
     def to_peft(
         self, model: Decoder, hub: Hub, dtype: torch.dtype
@@ -115,7 +110,7 @@ class LoRA(AdapterKind):
         adapter have zeros in it, and in DoRA the norm that they have as their magnitude.
         """
         layers = {plain_name(name): m for name, m in model.named_modules()}
-        tensors, scales = dict[str, torch.Tensor](), Scales()
+        tensors, ranks = dict[str, torch.Tensor](), Ranks()
         for key, parts in hub.items():
             own = {name: layers.get(name.removesuffix(".weight")) for name, _ in parts}
             adapted = [layer for layer in own.values() if isinstance(layer, LowRankLinear)]
@@ -132,9 +127,6 @@ class LoRA(AdapterKind):
                 if isinstance(layer, LowRankLinear):
                     block = factors[layer][1]
                     end = row + block.shape[0], column + block.shape[1]
-                    # PEFT has one factor for the whole tensor.
-                    factor = layer.scaling / adapted[0].scaling
-                    block = block if factor == 1 else block * factor
                     b[row : end[0], column : end[1]] = model.to_hub(name, block)
                     column = end[1]
                 row += parameter.shape[0]
@@ -145,9 +137,9 @@ class LoRA(AdapterKind):
                     model.to_hub(name, _magnitude(layer, dtype)) for name, layer in own.items()
                 ]
                 tensors[f"{place}.lora_magnitude_vector"] = torch.cat(magnitudes)
-            scales[module] = len(a), adapted[0].scaling
-        of_experts, expert_scales = _expert_tensors(model, dtype)
-        return tensors | of_experts, _fields(self, model, scales, expert_scales)
+            ranks[module] = len(a)
+        of_experts, expert_ranks = _expert_tensors(model, dtype)
+        return tensors | of_experts, _fields(self, model, ranks, expert_ranks)
 
     def from_peft(
         self,
@@ -156,21 +148,13 @@ class LoRA(AdapterKind):
         tensors: dict[str, torch.Tensor],
         settings: Mapping[str, Any] | None,
         faults: list[str],
-    ) -> Loaded:
-        """PEFT's tensors, or the model's own, by the model's names; adds what differs to `faults`.
-
-        The adapter's scale becomes that of the layers; a file without settings leaves it as it is.
-        """
-        attributes = {}
+    ) -> dict[str, torch.Tensor]:
+        """See `AdapterKind.from_peft`."""
         if settings is not None:
-            given = PeftConfig(settings)
-            attributes = {
-                name: {"scaling": factor, "use_rslora": bool(given.use_rslora)}
-                for name, factor in _scalings(self, model, hub, given, faults).items()
-            }
+            faults += _differences(self, model, hub, PeftConfig(settings))
         if any(name.startswith(PEFT_PREFIX) for name in tensors):
-            tensors = _from_peft(model, hub, tensors, (settings or {}).get("peft_version"), faults)
-        return Loaded(tensors, attributes)
+            return _from_peft(model, hub, tensors, (settings or {}).get("peft_version"), faults)
+        return tensors
 
 
 class DoRA(LoRA):
@@ -196,9 +180,9 @@ def built_in(model: Decoder, settings: Mapping[str, Any]) -> LoRA | None:
     return kind
 
 
-def _expert_tensors(model: Decoder, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], Scales]:
+def _expert_tensors(model: Decoder, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], Ranks]:
     """The same of the experts' adapters; a module is one of their matrices."""
-    tensors, scales = {}, Scales()
+    tensors, ranks = {}, Ranks()
     for name, layer in experts.layers(model):
         if not layer.adapters:
             continue
@@ -208,8 +192,8 @@ def _expert_tensors(model: Decoder, dtype: torch.dtype) -> tuple[dict[str, torch
             a, b = lora_experts.to_peft(a, b, layer.transposed)
             tensors[f"{place}.lora_A.weight"] = a.to(dtype)
             tensors[f"{place}.lora_B.weight"] = b.to(dtype)
-            scales[f"{module}.{matrix}"] = layer.rank, layer.scaling
-    return tensors, scales
+            ranks[f"{module}.{matrix}"] = layer.rank
+    return tensors, ranks
 
 
 def _magnitude(layer: nn.Module, dtype: torch.dtype) -> torch.Tensor:
@@ -219,100 +203,58 @@ def _magnitude(layer: nn.Module, dtype: torch.dtype) -> torch.Tensor:
     return row_norms(layer, dtype).to(dtype).cpu()
 
 
-def _fields(kind: LoRA, model: Decoder, scales: Scales, expert_scales: Scales) -> dict[str, Any]:
-    layer = _usual(kind, adapted_layers(model))
+def _fields(kind: LoRA, model: Decoder, ranks: Ranks, expert_ranks: Ranks) -> dict[str, Any]:
+    layer: Any = adapted_layers(model)[0]
     # Other parts of a model of several may have layers with the same last names.
     whole = bool(model.carried_tensors)
-    targets = scales if whole else sorted({name.rpartition(".")[2] for name in scales})
+    targets = ranks if whole else sorted({name.rpartition(".")[2] for name in ranks})
     settings = {
-        **peft_config.fields(scales | expert_scales, layer.rank, layer.use_rslora),
+        **peft_config.fields(ranks | expert_ranks, layer.rank, layer.scaling, layer.use_rslora),
         "use_dora": kind.use_dora,
         "lora_dropout": getattr(getattr(layer, "dropout", None), "p", 0.0),
         "target_modules": list(targets) or None,
         "bias": "none",
         "fan_in_fan_out": False,
     }
-    if expert_scales:
+    if expert_ranks:
         settings["peft_version"] = lora_experts.PEFT_VERSION
-        kinds = (".".join(name.split(".")[-3:]) for name in expert_scales)
+        kinds = (".".join(name.split(".")[-3:]) for name in expert_ranks)
         settings["target_parameters"] = list(dict.fromkeys(kinds))
     return settings
 
 
-def _scalings(
-    kind: LoRA, model: Decoder, hub: Hub, settings: PeftConfig, faults: list[str]
-) -> dict[str, float]:
-    """Each layer's factor of B A; adds to `faults` what the model does otherwise or cannot do."""
+def _differences(kind: LoRA, model: Decoder, hub: Hub, settings: PeftConfig) -> Iterator[str]:
+    """What of an adapter's settings the model does otherwise or cannot do."""
+    for field in settings.unsupported():
+        yield f"the adapter has {field}, which is not supported; {peft_config.REMEDY}"
     own = set(adapted_layers(model))
     layers = {plain_name(n): layer for n, layer in model.named_modules() if layer in own}
-    faults += [
-        f"the adapter has {field}, which is not supported; {peft_config.REMEDY}"
-        for field in settings.unsupported()
-    ]
-    layer = _usual(kind, [*layers.values()])
+    layer: Any = next(iter(layers.values()))
     alpha = layer.scaling / peft_config.scaling(layer.rank, 1, layer.use_rslora)
-    faults += [
+    faults = [
         f"the adapter has {theirs}={old}, the model {ours}={new}; set {ours}={old}"
         for theirs, ours, old, new in (
             ("r", "model.lora_rank", settings.rank, layer.rank),
             ("lora_alpha", "model.lora_alpha", settings.alpha, alpha),
             ("use_dora", "model.use_dora", bool(settings.use_dora), kind.use_dora),
-            (
-                "use_rslora",
-                "model.use_rslora",
-                bool(settings.use_rslora),
-                kind.settings.get("use_rslora", bool(settings.use_rslora)),
-            ),
+            ("use_rslora", "model.use_rslora", bool(settings.use_rslora), layer.use_rslora),
         )
         if not math.isclose(old, new)
     ]
-    scalings: dict[str, float] = {}
-    if faults:
-        return scalings
-    for place, names in _places(model, hub, layers).items():
-        rank, factor = settings.rank_of(place), settings.scaling_of(place)
-        for name in names:
-            rank_here = layers[name].rank
-            # An export of our own has the adapters of several layers as blocks of one.
-            if rank not in (rank_here, sum(layers[each].rank for each in names)):
-                faults.append(
-                    f"rank_pattern gives {kind_of_layer(place)} rank {rank}, the model has "
-                    f"rank {rank_here} there; {peft_config.REMEDY}"
-                )
-            elif not math.isclose(scalings.setdefault(name, factor), factor):
-                faults.append(
-                    f"alpha_pattern scales the matrices of {kind_of_layer(name)} differently, "
-                    f"which is not supported; {peft_config.REMEDY}"
-                )
-    return scalings
-
-
-def _usual(kind: LoRA, layers: list[nn.Module]) -> Any:
-    """A layer of the rank and alpha that the recipe gives to all, if there is one."""
-    rank, alpha = (kind.settings.get(key) for key in ("lora_rank", "lora_alpha"))
-
-    def is_usual(layer: Any) -> bool:
-        own = layer.scaling / peft_config.scaling(layer.rank, 1, layer.use_rslora)
-        return rank in (None, layer.rank) and (alpha is None or math.isclose(own, alpha))
-
-    return next(filter(is_usual, layers), layers[0])
-
-
-def _places(model: Decoder, hub: Hub, layers: dict[str, nn.Module]) -> dict[str, list[str]]:
-    """By module (or matrix of experts) of transformers' class, the layers whose adapter it has."""
-    places = {
-        key.removesuffix(".weight"): [
-            name
-            for part, _ in parts
-            if part.endswith(".weight") and (name := part.removesuffix(".weight")) in layers
-        ]
+    yield from faults
+    places = [
+        key.removesuffix(".weight")
         for key, parts in hub.items()
-        if key is not None
-    }
-    for name, _ in experts.layers(model):
-        for matrix in experts.MATRICES if name in layers else ():
-            places[f"{name}.{matrix}"] = [name]
-    return {place: names for place, names in places.items() if names}
+        if key is not None and any(name.removesuffix(".weight") in layers for name, _ in parts)
+    ]
+    routed = [name for name, _ in experts.layers(model) if name in layers]
+    places += [f"{name}.{matrix}" for name in routed for matrix in experts.MATRICES]
+    other = [p for p in places if not math.isclose(settings.scaling_of(p), layer.scaling)]
+    for place in dict.fromkeys(map(pattern, () if faults else other)):
+        yield (
+            f"rank_pattern and alpha_pattern scale {place} otherwise than other layers, which is "
+            f"not supported; {peft_config.REMEDY}"
+        )
 
 
 def _from_peft(
@@ -359,7 +301,7 @@ def _from_peft(
                     part = magnitude[row : row + rows]
                     own_tensors[f"{name}.magnitude"] = model.from_hub(f"{name}.weight", part)
             elif int(block.count_nonzero()):
-                faults.append(f"contains an adapter for {kind_of_layer(name)}, the model has none")
+                faults.append(f"contains an adapter for {pattern(name)}, the model has none")
             row += rows
         if magnitude is not None:
             used.add(f"{place}.lora_magnitude_vector")

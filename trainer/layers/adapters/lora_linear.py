@@ -44,7 +44,6 @@ class LowRankLinear(AdaptedLinear):
         weight, like = base.weight, {"device": base.weight.device, "dtype": base.weight.dtype}
         magnitude = nn.Parameter(torch.empty(weight.shape[0], **like)) if use_dora else None
         self.register_parameter("magnitude", magnitude)
-        # A loaded adapter may have another factor: see peft_config.
         self.rank, self.use_rslora = rank, use_rslora
         self.scaling = scaling(rank, alpha, use_rslora)
         self.dropout = nn.Dropout(dropout) if dropout > 0 else nn.Identity()

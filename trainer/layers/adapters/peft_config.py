@@ -5,7 +5,6 @@ The fields and the patterns of layer names are those of PEFT's LoraConfig (0.18)
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -74,14 +73,11 @@ class PeftConfig:
             if not known and value is not None and not neutral:
                 yield f"{name}={value!r}"
 
-    def rank_of(self, module: str) -> int:
-        """The rank in a module, which has its name of transformers' class."""
-        return int(self._of("rank_pattern", module, self.rank))
-
     def scaling_of(self, module: str) -> float:
-        """The factor of B A in a module."""
+        """The factor of B A in a module, which has its name of transformers' class."""
+        rank = int(self._of("rank_pattern", module, self.rank))
         alpha = float(self._of("alpha_pattern", module, self.alpha))
-        return scaling(self.rank_of(module), alpha, bool(self.use_rslora))
+        return scaling(rank, alpha, bool(self.use_rslora))
 
     def _of(self, field: str, module: str, otherwise: Any) -> Any:
         # As PEFT's get_pattern_key: the first that matches the end of a module's name.
@@ -90,35 +86,23 @@ class PeftConfig:
         return next(matching, otherwise)
 
 
-def fields(layers: Mapping[str, tuple[int, float]], rank: int, use_rslora: bool) -> dict[str, Any]:
-    """The fields that give each module its adapter's rank and factor.
+def fields(ranks: Mapping[str, int], rank: int, factor: float, use_rslora: bool) -> dict[str, Any]:
+    """The fields that give each module its adapter's rank, and all the factor of B A.
 
     Args:
-        layers: by module, as transformers' class names it, (rank, factor of B A).
+        ranks: by module, as transformers' class names it.
         rank: for modules that no pattern names.
     """
-    [(common, _)] = Counter(factor for _, factor in layers.values()).most_common(1)
-    kinds: dict[str, set[tuple[int, float]]] = {}
-    for module, pair in layers.items():
-        kinds.setdefault(_last(module), set()).add(pair)
-    other = {
-        _last(module) if len(kinds[_last(module)]) == 1 else module: pair
-        for module, pair in layers.items()
-        if pair != (rank, common)
-    }
+    other = {name.rpartition(".")[2]: own for name, own in ranks.items() if own != rank}
 
-    def alpha(rank: int, factor: float) -> float:
+    def alpha(rank: int) -> float:
         # 12 digits: these two multiplied give back the alpha of the recipe.
         return float(f"{factor / scaling(rank, 1, use_rslora):.12g}")
 
     return {
         "r": rank,
-        "lora_alpha": alpha(rank, common),
+        "lora_alpha": alpha(rank),
         "use_rslora": use_rslora,
-        "rank_pattern": {name: own for name, (own, _) in other.items()},
-        "alpha_pattern": {name: alpha(*pair) for name, pair in other.items()},
+        "rank_pattern": other,
+        "alpha_pattern": {name: alpha(own) for name, own in other.items()},
     }
-
-
-def _last(module: str) -> str:
-    return module.rpartition(".")[2]

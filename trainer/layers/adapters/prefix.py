@@ -16,24 +16,22 @@ from trainer.errors import ConfigError
 from trainer.layers import attention, flex
 from trainer.layers.adapters import virtual
 from trainer.layers.adapters.base import disabled
-from trainer.layers.adapters.ia3 import check_type
 from trainer.layers.attention import DocumentAttention, Mask
 from trainer.layers.patch import patch_forward, replaced
-from trainer.model import AdapterKind, Decoder, Documents, Hub, Inputs, Loaded, plain_name
+from trainer.model import Decoder, Documents, Hub, Inputs, plain_name
 from trainer.sharded import full_tensor, local, reshard
 
 KEYS, VALUES = "prefix_keys", "prefix_values"
 PEFT_NAME = virtual.PEFT_NAME
 
 
-class Prefix(AdapterKind):
+class Prefix(virtual.VirtualTokens):
     """Keys and values of virtual tokens, [tokens, key heads x head_dim] in each layer."""
 
     declared: ClassVar[adapters.Adapter] = adapters.PREFIX
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         super().__init__(settings)
-        self._text: list[int] = []
         self._found: dict[str, torch.Tensor] = {}
 
     def add(self, model: Decoder) -> None:
@@ -74,11 +72,6 @@ class Prefix(AdapterKind):
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         return (args[0]._replace(positions=positions + self.virtual_tokens),), kwargs
-
-    def fit(self, model: Decoder, tokenizer: Mapping[str, Any]) -> list[str]:
-        """Read the text that it begins as."""
-        self._text = virtual.text_ids(self, tokenizer)
-        return virtual.faults(self, model)
 
     def first_value(
         self, model: Decoder, name: str, shape: torch.Size, generator: torch.Generator
@@ -153,22 +146,22 @@ class Prefix(AdapterKind):
         tensors: dict[str, torch.Tensor],
         settings: Mapping[str, Any] | None,
         faults: list[str],
-    ) -> Loaded:
+    ) -> dict[str, torch.Tensor]:
         """The inverse; adds what differs to `faults`."""
-        check_type(self, settings, faults)
+        self.check_type(settings, faults)
         if PEFT_NAME not in tensors or faults:
-            return Loaded(tensors, {})
+            return tensors
         layers = _layers(model)
         whole = tensors[PEFT_NAME]
         if whole.shape[1] % (2 * len(layers)):
             faults.append(f"has {whole.shape[1]} numbers of a token, for {len(layers)} layers")
-            return Loaded({}, {})
+            return {}
         parts = iter(whole.unflatten(1, (2 * len(layers), -1)).unbind(1))
         values = {}
         for name, _ in layers:
             values[f"{name}.{KEYS}"] = model.from_hub(_projection(model, name), next(parts).T).T
             values[f"{name}.{VALUES}"] = next(parts)
-        return Loaded(values, {})
+        return values
 
 
 def _names(parameter: DTensor) -> tuple[str, ...]:
@@ -204,9 +197,6 @@ def attend(
         keys, values = (flex.with_prefix(*e) for e in zip((key, value), prefixes, strict=True))
         heads, blocks = (query, keys, values), mask.by_window[layer.window]
         return flex.attend(layer.flex_attention, heads, blocks, layer.softcap, layer.scale, sinks)
-    kernel = layer.varlen_attention
-    if kernel is not None and (mask is None or isinstance(mask, Documents)):
-        return _varlen(kernel, query, (key, value), prefixes, mask)
     if isinstance(mask, torch.Tensor):
         seen = mask
     elif isinstance(mask, Documents):
@@ -224,27 +214,3 @@ def attend(
         for prefix, row in zip(prefixes, (key, value), strict=True)
     )
     return layer.dense(query, keys, values, torch.cat([before, own], 2), sinks)
-
-
-def _varlen(
-    kernel: Callable[..., torch.Tensor],
-    query: torch.Tensor,
-    rows: tuple[torch.Tensor, torch.Tensor],
-    prefixes: list[torch.Tensor],
-    documents: Documents | None,
-) -> torch.Tensor:
-    """By the variable-length kernel, whose last query sees the last key of its document."""
-    batch, length = query.shape[:2]
-    if documents is None:
-        bounds = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * length
-    else:
-        bounds = documents.cu_seqlens
-    count = len(prefixes[0])
-    places = virtual.Places.of(bounds, batch * length, count)
-    keys, values = (
-        places.joined(prefix, row.flatten(0, 1)) for prefix, row in zip(prefixes, rows, strict=True)
-    )
-    # No document is longer than the row, a constant that is known without waiting.
-    longest = length + count
-    out = kernel(query.flatten(0, 1), keys, values, bounds, places.bounds, length, longest)
-    return out.unflatten(0, (batch, length))

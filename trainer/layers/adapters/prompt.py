@@ -16,21 +16,19 @@ from torch import nn
 from runspec import adapters
 from trainer.errors import ConfigError
 from trainer.layers.adapters import virtual
-from trainer.layers.adapters.ia3 import check_type
-from trainer.model import AdapterKind, Decoder, Documents, Hub, Inputs, Loaded
+from trainer.model import Decoder, Documents, Hub, Inputs
 from trainer.sharded import full_tensor, local
 
 NAME = "prompt_embeddings"
 
 
-class Prompt(AdapterKind):
+class Prompt(virtual.VirtualTokens):
     """Embeddings of virtual tokens, [tokens, dim]."""
 
     declared: ClassVar[adapters.Adapter] = adapters.PROMPT
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         super().__init__(settings)
-        self._text: list[int] = []
         # Of the pass that runs: the tokens with virtual ones, where the real ones are in the
         # flattened batch, and their shape; None while it is off.
         self._ids: torch.Tensor | None = None
@@ -115,11 +113,6 @@ class Prompt(AdapterKind):
             return out[:, self._real]
         return out[0].index_select(0, self._real).unflatten(0, self._shape)
 
-    def fit(self, model: Decoder, tokenizer: Mapping[str, Any]) -> list[str]:
-        """Read the text that it begins as."""
-        self._text = virtual.text_ids(self, tokenizer)
-        return virtual.faults(self, model)
-
     @torch.no_grad()
     def first_value(
         self, model: Decoder, name: str, shape: torch.Size, generator: torch.Generator
@@ -149,7 +142,7 @@ class Prompt(AdapterKind):
         tensors: dict[str, torch.Tensor],
         settings: Mapping[str, Any] | None,
         faults: list[str],
-    ) -> Loaded:
+    ) -> dict[str, torch.Tensor]:
         """The inverse: PEFT's name is the model's own."""
-        check_type(self, settings, faults)
-        return Loaded(tensors, {})
+        self.check_type(settings, faults)
+        return tensors

@@ -51,26 +51,27 @@ class Places(NamedTuple):
         return whole.index_copy(0, self.virtual.flatten(), each)
 
 
-def text_ids(kind: AdapterKind, tokenizer_block: Mapping[str, Any]) -> list[int]:
-    """The tokens of the text that virtual tokens begin as, repeated or cut to their number.
+class VirtualTokens(AdapterKind):
+    """A kind that puts tokens of its own before each document; they begin as a text."""
 
-    As PEFT's: with the token that begins a text, if the model has one.
-    """
-    tokenizer = instantiate("tokenizer", dict(tokenizer_block))
-    text = kind.settings.get("prompt_init_text") or DEFAULT_TEXT
-    ids = tokenizer.encode(text, add_bos=True, add_eos=False)
-    count = kind.virtual_tokens
-    return (ids * -(-count // len(ids)))[:count]
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        super().__init__(settings)
+        self._text: list[int] = []
 
+    def fit(self, model: Decoder, tokenizer: Mapping[str, Any]) -> list[str]:
+        """Read the text that they begin as, repeated or cut to their number.
 
-def faults(kind: AdapterKind, model: Decoder) -> list[str]:
-    """Why virtual tokens leave no room, one line per reason."""
-    if kind.virtual_tokens < model.max_seq_len:
-        return []
-    return [
-        f"model.num_virtual_tokens: {kind.virtual_tokens} leave no room in the model's "
-        f"{model.max_seq_len} positions; set a smaller number"
-    ]
+        As PEFT's: with the token that begins a text, if the model has one.
+        """
+        count, text = self.virtual_tokens, self.settings.get("prompt_init_text") or DEFAULT_TEXT
+        ids = instantiate("tokenizer", dict(tokenizer)).encode(text, add_bos=True, add_eos=False)
+        self._text = (ids * -(-count // len(ids)))[:count]
+        if count < model.max_seq_len:
+            return []
+        return [
+            f"model.num_virtual_tokens: {count} leave no room in the model's "
+            f"{model.max_seq_len} positions; set a smaller number"
+        ]
 
 
 def fields(count: int, width: int, layers: int, heads: int) -> dict[str, Any]:

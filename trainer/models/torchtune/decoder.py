@@ -1,6 +1,5 @@
 """torchtune's decoder as a `Decoder`: its attributes, its attention, its adapters, its names."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torchtune.models.gemma.rms_norm import GemmaRMSNorm
 from torchtune.modules import MultiHeadAttention, TiedLinear, TransformerDecoder
 from torchtune.modules.peft import DoRALinear, LoRALinear
 
-from trainer.config import TrainConfig
+from runspec.keys.train import ModelSpec
 from trainer.errors import ConfigError
 from trainer.layers.adapters.lora_linear import LowRankLinear
 from trainer.layers.attention import DocumentAttention, Mask
@@ -80,27 +79,10 @@ def _attention(
         for projection, inputs in ((layer.q_proj, x), (layer.k_proj, y), (layer.v_proj, y))
     )
     if layer.pos_embeddings is not None:
-        rotate = layer.pos_embeddings
-        if layer.core.uncompiled_on_cpu and type(rotate) in fit.INTERLEAVED:
-            rotate = partial(rotated, rotate)
-        query, key = rotate(query, input_pos=input_pos), rotate(key, input_pos=input_pos)
+        query, key = (layer.pos_embeddings(x, input_pos=input_pos) for x in (query, key))
     if layer.q_norm is not None:
         query, key = layer.q_norm(query), layer.k_norm(key)
     return layer.output_proj(layer.core(query, key, value, mask).flatten(2))
-
-
-def rotated(
-    rope: nn.Module, x: torch.Tensor, *, input_pos: torch.Tensor | None = None
-) -> torch.Tensor:
-    """torchtune's interleaved RoPE of [batch, sequence, heads, head_dim], the same to the last bit.
-
-    As two products of whole heads: its four of every second feature take twice as long on a CPU.
-    """
-    table = rope.cache[: x.shape[1]] if input_pos is None else rope.cache[input_pos]
-    pairs = x.float().unflatten(-1, (-1, 2))
-    cos, sin = table.view(-1, x.shape[1], 1, *pairs.shape[3:]).unbind(-1)
-    turned = pairs * cos.unsqueeze(-1) + pairs.flip(-1) * torch.stack([-sin, sin], -1)
-    return turned.flatten(3).type_as(x)
 
 
 def _own_adapter(layer: nn.Module) -> LowRankLinear:
@@ -157,10 +139,10 @@ class TorchtuneDecoder(Decoder, TransformerDecoder):
             "intermediate_dim": layer.mlp.w1.weight.shape[0],
         }
 
-    def fit(self, hf_config: dict[str, Any], config: TrainConfig) -> list[str]:
+    def fit(self, hf_config: dict[str, Any], spec: ModelSpec) -> list[str]:
         """Make the model compute what config.json says; see models/torchtune/fit.py."""
         self._family = hub.of(hf_config)
-        return fit.fit(self, hf_config, config)
+        return fit.fit(self, hf_config, spec)
 
     def fill_buffers(self, device: torch.device) -> None:
         """Compute each distinct rotary table once; layers with the same settings share it."""

@@ -17,7 +17,8 @@ from torchtune.models.phi3 import Phi3RotaryPositionalEmbeddings
 from torchtune.models.qwen2 import Qwen2RotaryPositionalEmbeddings
 from torchtune.modules import FeedForward, RMSNorm, RotaryPositionalEmbeddings
 
-from trainer.config import TrainConfig, arguments_of
+from runspec.keys.train import ModelSpec
+from trainer.config import arguments_of
 from trainer.layers.attention import DocumentAttention
 from trainer.model import Decoder
 from trainer.models.torchtune import hub
@@ -27,12 +28,12 @@ INTERLEAVED = (RotaryPositionalEmbeddings, *LLAMA3)
 OTHERS = (Phi3RotaryPositionalEmbeddings, Qwen2RotaryPositionalEmbeddings)
 
 
-def fit(model: Decoder, hf_config: dict[str, Any], config: TrainConfig) -> list[str]:
+def fit(model: Decoder, hf_config: dict[str, Any], spec: ModelSpec) -> list[str]:
     """Make a model compute what transformers computes for this config.json.
 
     Args:
         model: on the meta device, as its builder gave it; changed in place.
-        config: its `checkpointer.model_type` must name the folder's family. For what the builder
+        spec: its `checkpointer.model_type` must name the folder's family. For what the builder
             takes as an argument the recipe's value counts, and must agree with config.json.
 
     Returns:
@@ -41,8 +42,8 @@ def fit(model: Decoder, hf_config: dict[str, Any], config: TrainConfig) -> list[
     Raises:
         ConfigError: the family is not known, or config.json lacks a size.
     """
-    faults = _model_type_faults(config.checkpointer, hf_config)
-    arguments = arguments_of("model", config.model)
+    faults = _model_type_faults(spec.checkpointer, hf_config)
+    arguments = arguments_of("model", spec.model)
     given = hub.numbers(hf_config)
     faults += _structure_faults(model, given) + _refusals(given)
     for setting in SETTINGS + (SCALING if given["rope_type"] == "llama3" else ()):
@@ -124,7 +125,7 @@ def _refusals(given: dict[str, Any]) -> list[str]:
         )
     if given.get("use_bidirectional_attention"):
         faults.append(f"{place} has bidirectional attention; choose a causal model")
-    if kinds := set(given.get("layer_types") or ()) - {"full_attention", "sliding_attention"}:
+    if kinds := set(given["layer_types"]) - {"full_attention", "sliding_attention"}:
         faults.append(f"{place} has layer types {sorted(kinds)}; choose another model")
     return faults
 
@@ -164,11 +165,9 @@ def _fit_windows(module: Decoder, given: dict[str, Any], arguments: Container[st
 
     torchtune's Mistral, Phi 3 and Qwen 2 have no windows.
     """
-    window = given["sliding_window"]
-    family, kinds = hub.FAMILIES[given["model_type"]], given.get("layer_types")
-    for index, layer in enumerate(module.layers):
-        slides = kinds[index] == "sliding_attention" if kinds else family.slides(given, index)
-        wanted, attention = window if slides else None, layer.attn.core
+    for kind, layer in zip(given["layer_types"], module.layers, strict=False):
+        wanted = given["sliding_window"] if kind == "sliding_attention" else None
+        attention = layer.attn.core
         built = attention.window
         if "sliding_window_size" in arguments and built and wanted and built != wanted:
             return [

@@ -11,19 +11,19 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
+from runspec.keys.train import ModelSpec
 from runspec.layout import longest_row
 from trainer.checkpoint import weights
 from trainer.checkpoint.weights import named_parameters
-from trainer.config import TrainConfig
 from trainer.errors import ConfigError
 from trainer.layers import delta, nf4
 from trainer.layers import experts as routed
 from trainer.layers.score import ScoreHead
-from trainer.model import Decoder, Inputs, Role
+from trainer.model import Decoder, Inputs, Role, name_of, pattern
 from trainer.model import plain_name as plain
 from trainer.models.transformers import experts, head, rope
 from trainer.models.transformers.names import FileNames
-from trainer.models.transformers.roles import LINEAR, QKV, SLIDING, Flow, Roles, pattern
+from trainer.models.transformers.roles import LINEAR, QKV, SLIDING, Flow, Roles
 
 PLACE = "checkpointer.checkpoint_dir"
 CHUNKED = "chunked_attention"
@@ -53,8 +53,8 @@ class TransformersDecoder(Decoder):
         self._is_part = self.config is not whole.config
         base = _text_model(whole)
         self._initialise: Callable[[nn.Module], None] = base._init_weights
-        self._prefix = _name_of(base, whole)
-        head_name = _name_of(whole.get_output_embeddings(), whole)
+        self._prefix = name_of(base, whole)
+        head_name = name_of(whole.get_output_embeddings(), whole)
         self._names = FileNames(self.config.model_type, self._prefix, head_name)
         # What a folder may hold beside the model, such as layers that predict further tokens.
         self._others = [re.compile(p) for p in whole._keys_to_ignore_on_load_unexpected or ()]
@@ -250,16 +250,17 @@ class TransformersDecoder(Decoder):
                 yield f"{owner}.{name}", value
                 setattr(module, name, nn.Parameter(torch.empty(shape, device="meta")))
 
-    def fit(self, hf_config: dict[str, Any], config: TrainConfig) -> list[str]:
+    def fit(self, hf_config: dict[str, Any], spec: ModelSpec) -> list[str]:
         """Find the names of a text part's tensors among those of the folder's files."""
-        if not config.reads_weights:
+        if not spec.reads_weights:
             return [f"{PLACE}: from_scratch trains no part of a larger model"] * self._is_part
         names = self.folder_tensors
         if self._is_part:
-            carried = self._names.find(names, f"{self._embedding_name()}.weight")
+            embedding = f"{name_of(self.embedding, self)}.weight"
+            carried = self._names.find(names, embedding)
             if isinstance(carried, int):
-                end = f"{self._embedding_name().rpartition('.')[2]}.weight"
-                return [f"{config.model_folder}: {carried} tensors are called *.{end}, not one"]
+                end = ".".join(embedding.split(".")[-2:])
+                return [f"{spec.model_folder}: {carried} tensors are called *.{end}, not one"]
             self.carried_tensors = carried
         else:
             others = (n for n in names if any(p.search(n) for p in self._others))
@@ -330,9 +331,6 @@ class TransformersDecoder(Decoder):
             lacks.append(f"it has {what} in a way that is not supported yet ({deep[0]})")
         self._refuse(lacks)
 
-    def _embedding_name(self) -> str:
-        return next(name for name, module in self.named_modules() if module is self.embedding)
-
     def _refuse(self, reasons: list[str]) -> None:
         if reasons:
             kind = self.config.model_type
@@ -360,10 +358,6 @@ def _text_model(whole: PreTrainedModel) -> PreTrainedModel:
         base, inner = inner, inner.get_decoder()
     # Llama 4's class for text alone looks for it by the name that it has in the larger model.
     return base if hasattr(base, "layers") else getattr(base, "model", base)
-
-
-def _name_of(module: nn.Module, whole: nn.Module) -> str:
-    return next(name for name, each in whole.named_modules() if each is module)
 
 
 def _held_buffers(base: PreTrainedModel) -> list[str]:

@@ -14,7 +14,7 @@ from torch import nn
 
 from trainer.layers import delta
 from trainer.layers import experts as routed
-from trainer.model import Decoder, Inputs, Role
+from trainer.model import Decoder, Inputs, Role, name_of, pattern
 from trainer.models.transformers.attention import Observer
 
 # A style of transformers' tensor-parallel plans, and the role that does the same; where a plan
@@ -86,8 +86,7 @@ class Flow:
         """
         faults = list(self.observer.faults)
         layers = Counter(id(layer) for layer in self.observer.seen)
-        names = [name for name, _ in model.named_modules()]
-        prefix = next(n for n in names if model.get_submodule(n) is model.blocks)
+        prefix = name_of(model.blocks, model)
         for index, block in enumerate(model.blocks):
             kind = kinds[index] if kinds else "no attention"
             if sum(layers[id(module)] for module in block.modules()) != int(kind != LINEAR):
@@ -255,7 +254,7 @@ class Roles:
     def _ends(self) -> None:
         """The embedding, the final norm and the output layer."""
         embedding = self._model.embedding
-        self._of[next(n for n, m in self._modules.items() if m is embedding)] = Role.EMBEDDING
+        self._of[name_of(embedding, self._model)] = Role.EMBEDDING
         scale = getattr(embedding, "scalar_embed_scale", None)
         if scale is not None:
             embedding.output_scale = scale
@@ -264,12 +263,7 @@ class Roles:
         self._prepare_norm("final_norm")
         self._of["final_norm"] = Role.NORM
         if (head := self._model.output_head) is not None:
-            self._of[next(n for n, m in self._modules.items() if m is head)] = Role.OUTPUT
-
-
-def pattern(name: str) -> str:
-    """A module's name with * in place of its block's number."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+            self._of[name_of(head, self._model)] = Role.OUTPUT
 
 
 def _is_norm(module: nn.Module) -> bool:

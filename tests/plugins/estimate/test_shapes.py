@@ -5,8 +5,8 @@ import json
 import pytest
 
 from launcher.errors import RecipeFault
-from launcher.recipe import shapes
-from launcher.recipe.shapes import shape_of
+from plugins.estimate.launcher import shapes
+from plugins.estimate.launcher.shapes import shape_of
 from tests.model_sizes import MIXTRAL
 
 pytestmark = pytest.mark.usefixtures("fast_trainer")

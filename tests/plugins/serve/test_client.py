@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from runspec import client
+from plugins.serve import client
 
 
 class Echo(BaseHTTPRequestHandler):

@@ -1,27 +1,27 @@
 """cookbook doctor --rehearse: a recipe's parts on one node, in ten minutes, and what to change."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from launcher import gpus, paths, slurm, venv, yamlfile
+from launcher import gpus, slurm, venv, yamlfile
 from launcher import site as sites
 from launcher.check import Finding, failed, preflight
-from launcher.check.doctor import rehearsal
 from launcher.check.doctor.ask import NodeReport, Question, ask
-from launcher.check.doctor.rehearsal import Part, Scene
 from launcher.check.doctor.report import node_findings
 from launcher.do.prepare import prepare
 from launcher.do.submit import context, plan, refuse
 from launcher.errors import RunFault, UsageFault
 from launcher.recipe import load as recipes
 from launcher.recipe.model import Recipe, Resources
-from launcher.recipe.shapes import shape_of
 from launcher.run import directory
 from launcher.run.directory import runs_root
 from launcher.site import Site
 from launcher.slurm import executors
+from launcher.slurm.job import Executor
+from plugins.estimate.launcher import rehearsal
+from plugins.estimate.launcher.recipe_step import model_of
+from plugins.estimate.launcher.rehearsal import Part, Scene
 from runspec import files
 from runspec.shape import Shape
 
@@ -31,7 +31,7 @@ _SPARE_S = 60
 # Number of blocks, or as many as needed to have one of each kind; number of samples.
 BLOCKS, SAMPLES = 4, 4000
 _OVERRIDES = (
-    # slurm/rehearse.sh ends each part.
+    # rehearse.sh ends each part.
     *("max_steps=1000000", "epochs=1000000", "log_every_n_steps=1"),
     *("save_every_n_steps=1000000", "keep_last_n_checkpoints=1"),
 )
@@ -57,32 +57,31 @@ def rehearse(
     executor = executors.choose(False)
     kept = [each for each in overrides if not each.startswith("first_blocks=")]
     whole = _recipe(name, kept, site, executor)
-    if whole.entry.method is None:
+    if (method := whole.entry.method) is None:
         raise UsageFault(f"{whole.name} starts {whole.entry_name}: only training can be rehearsed")
     root, ranks = site.root, whole.resources.gpus_per_node
     config = whole.resolved(root, "run")
-    shape = _shape(config)
+    shape, _ = model_of(config, method, [])
     cut = [*overrides, *_cut(whole, shape, overrides)]
     short = _recipe(name, cut, site, executor)
     refuse(preflight.faults(context(plan(short, site, executor, "rehearsal"))))
     prepare(short, site, say)
     folder = root / "rehearsals" / directory.new_name(whole.name)
-    parts = _parts(name, cut, site, executor, folder)
+    blocks = model_of(short.resolved(root, "run"), method, [])[0].layers
+    parts = _parts(name, cut, site, executor, folder, blocks)
     say(
-        f"rehearsing {whole.name} with {parts[0].blocks} of {shape.layers} blocks "
+        f"rehearsing {whole.name} with {blocks} of {shape.layers} blocks "
         f"and {ranks} rank{'s' * (ranks > 1)} on one node: {LIMIT_S // 60} minutes at most; logs "
         f"in {folder}"
     )
     answered, report, findings = _asked(site, short, folder, wait_s)
-    scene = Scene(whole.name, config, ranks, shape.layers, _gpu(report), site.network_gbits)
+    gpu = gpus.by_label(report.gpus[0][0]) if report.gpus else None
+    scene = Scene(whole.name, config, ranks, shape.layers, gpu, site.network_gbits)
     findings += rehearsal.findings(scene, _ended(parts, report))
     if not report.yes("rehearsed"):
-        message = (
-            f"the job ended before all parts had run ({answered.message or 'its time was over'})"
-        )
-        findings.append(
-            failed("rehearsal", message, "see the logs; again, with fewer first_blocks")
-        )
+        why = answered.message or "its time was over"
+        message, remedy = "the job ended before all parts had run", "with fewer first_blocks"
+        findings.append(failed("rehearsal", f"{message} ({why})", f"see the logs; again, {remedy}"))
     return folder, findings
 
 
@@ -108,7 +107,7 @@ def _asked(
         "HF_HOME": site.root / "hf",
         "COOKBOOK_ROOT": site.root,
     }
-    script = (paths.REPO_ROOT / "slurm" / "rehearse.sh").read_text(encoding="utf-8")
+    script = (Path(__file__).parents[1] / "rehearse.sh").read_text(encoding="utf-8")
     answered, reports = ask(question, settings, script)
     if answered.pending or not reports:
         message = answered.message or "Slurm gave no reason"
@@ -119,18 +118,8 @@ def _asked(
     return answered, reports[0], node_findings(reports[0], question)
 
 
-def _recipe(
-    name: str, overrides: Sequence[str], site: Site, executor: executors.Executor
-) -> Recipe:
+def _recipe(name: str, overrides: Sequence[str], site: Site, executor: Executor) -> Recipe:
     return sites.complete(recipes.load(name, overrides, {"nodes": 1}), site, executor)
-
-
-def _shape(config: Mapping[str, Any]) -> Shape:
-    """The shape of a resolved recipe's model, of as many blocks as it trains."""
-    folder = (config.get("checkpointer") or {}).get("checkpoint_dir")
-    shape = shape_of(config.get("model") or {}, Path(folder) if folder else None)
-    blocks = config.get("first_blocks")
-    return shape.cut(int(blocks)) if blocks else shape
 
 
 def _cut(whole: Recipe, shape: Shape, given: Sequence[str]) -> list[str]:
@@ -147,7 +136,7 @@ def _cut(whole: Recipe, shape: Shape, given: Sequence[str]) -> list[str]:
 
 
 def _parts(
-    name: str, cut: list[str], site: Site, executor: executors.Executor, folder: Path
+    name: str, cut: list[str], site: Site, executor: Executor, folder: Path, blocks: int
 ) -> list[Part]:
     """Write the folder of each part, with its train.yaml."""
     parts = []
@@ -163,7 +152,6 @@ def _parts(
         config["data_cache_dir"] = str(runs_root(site.root) / ".data_cache")
         files.write_text(path / files.TRAIN, yamlfile.dump(config), mode=0o600)
         resolved = recipe.resolved(site.root, str(path))
-        blocks = _shape(resolved).layers
         parts.append(Part(part, resolved, blocks, path, folder / f"{part}.log"))
     return parts
 
@@ -175,11 +163,6 @@ def _srun(site: Site, resources: Resources) -> list[str]:
     if resources.cpus_per_gpu:
         options.append(f"--cpus-per-task={resources.cpus_per_gpu * resources.gpus_per_node}")
     return options + ["--exclusive"] * resources.exclusive
-
-
-def _gpu(report: NodeReport) -> gpus.Gpu | None:
-    """The kind of GPU that the node shows; None without one that is known."""
-    return gpus.by_label(report.gpus[0][0]) if report.gpus else None
 
 
 def _ended(parts: list[Part], report: NodeReport) -> list[Part]:

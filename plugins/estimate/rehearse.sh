@@ -13,7 +13,7 @@ trains() (
   local left=$((LIMIT_S - SECONDS)) folder=$REHEARSAL/$2 program
   read -ra program <<<"$MODULE"
   [ "$left" -ge "$SHORTEST_S" ] || exit 125
-  export RUN_DIR=$folder LOGS=$folder/logs/0 ATTEMPT=0 COOKBOOK_ATTEMPT=0 FILES_WAIT_S=5
+  export RUN_DIR=$folder LOGS=$folder/logs/0 COOKBOOK_ATTEMPT=0 FILES_WAIT_S=5
   export HEAD_ADDR=localhost HEAD_PORT ONE_HOST=yes NODES=1 RANKS_PER_NODE VENV COOKBOOK HF_HOME COOKBOOK_ROOT
   mkdir -p "$LOGS"
   rm -f "$folder/.stop" "$LOGS"/error_*.json

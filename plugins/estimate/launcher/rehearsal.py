@@ -11,12 +11,12 @@ from typing import Any
 
 from launcher.check import Finding, failed, ok, skipped, warning
 from launcher.gpus import Gpu
-from launcher.recipe.needs import Needs, needs
+from plugins.estimate.launcher.estimate import Estimate
 from runspec import files
 
 # Above this share of the predicted memory a finding is a warning.
 _MORE_MEMORY = 1.05
-# Exit statuses of a part: by timeout, and by slurm/rehearse.sh if no time was left.
+# Exit statuses of a part: by timeout, and by rehearse.sh if no time was left.
 _LATE, _NO_TIME = (124, 137), 125
 
 # By words in a failed part's error, and for any other error of a part.
@@ -37,11 +37,6 @@ _REMEDIES = (
     (("ConfigError", "does not exist", "is missing"), "fix that; cookbook check {recipe}"),
     (("No space left", "Disk quota"), "make room, or set COOKBOOK_ROOT to a larger filesystem"),
 )
-_TITLES = {
-    "uncompiled": "uncompiled",
-    "compiled": "compiled",
-    "resumed": "resume and export",
-}
 
 
 @dataclass(frozen=True)
@@ -107,11 +102,11 @@ class Scene:
     gpu: Gpu | None
     network_gbits: float | None = None
 
-    def needs(self, config: Mapping[str, Any]) -> Needs | None:
-        """What is predicted of a recipe on this node; None on CPUs, and if nothing predicts."""
+    def needs(self, config: Mapping[str, Any]) -> Estimate | None:
+        """What is predicted of a recipe on this node; None on CPUs."""
         if self.gpu is None:
             return None
-        return needs(config, 1, self.ranks, self.gpu.name, network_gbits=self.network_gbits)
+        return Estimate(config, 1, self.ranks, self.gpu.name, None, self.network_gbits)
 
 
 def findings(scene: Scene, parts: Sequence[Part]) -> Iterator[Finding]:
@@ -122,7 +117,7 @@ def findings(scene: Scene, parts: Sequence[Part]) -> Iterator[Finding]:
 
 
 def _part(scene: Scene, part: Part) -> Iterator[Finding]:
-    title = _TITLES[part.name]
+    title = "resume and export" if part.name == "resumed" else part.name
     if part.status is None or part.status == _NO_TIME:
         yield skipped(title, "no time was left for it", "again, with fewer first_blocks")
         return

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 import click
 
 from launcher.errors import UsageFault, nearest
-from launcher.recipe.shapes import families, support
+from plugins.estimate.launcher.shapes import families, support
 
 Rows = Mapping[str, Mapping[str, bool | str]]
 

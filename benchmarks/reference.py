@@ -1,4 +1,4 @@
-"""The references: python -m launcher.cli.reference keys > docs/keys.md, and commands likewise."""
+"""The references: python -m benchmarks.reference keys > docs/keys.md, and commands likewise."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -9,12 +9,12 @@ from launcher.cli import cookbook
 from launcher.recipe import entries
 from runspec.keys.common import COMMON
 from runspec.keys.key import REQUIRED, Key, Keys, keys_of, may_change, table
-from runspec.keys.train import TrainConfig
+from runspec.keys.train import ModelSpec, TrainConfig
 
 _COMMANDS = """\
 # The commands
 
-Made by `python -m launcher.cli.reference commands > docs/commands.md`; do not edit it.
+Made by `python -m benchmarks.reference commands > docs/commands.md`; do not edit it.
 `cookbook COMMAND --help` prints the same. Results go to standard output, everything else to
 standard error; `--json` prints JSON. The exit status is 0 for success, 1 for failure, 2 for wrong
 usage.
@@ -22,7 +22,7 @@ usage.
 _KEYS = """\
 # The keys of a recipe
 
-Made by `python -m launcher.cli.reference keys > docs/keys.md`; do not edit it.
+Made by `python -m benchmarks.reference keys > docs/keys.md`; do not edit it.
 
 A dotted name is a key inside a block: `resources.nodes` is `nodes` under `resources:`. On the
 command line `resources.nodes=4` sets it. `null` is the same as leaving a key out. `${a.b}` is the
@@ -75,7 +75,7 @@ def keys() -> str:
     """Return the page of all keys; a section without a new key is left out."""
     rows, shared = entries.rows(), TrainConfig.keys()
     sections: list[tuple[str, Keys, Keys]] = [("Every recipe", COMMON, COMMON)]
-    for group in TrainConfig.__bases__:
+    for group in (*ModelSpec.__bases__, *TrainConfig.__bases__[1:]):
         title = f"Every training method of the kit. {str(group.__doc__).rstrip('.')}"
         sections.append((title, keys_of(group), shared))
     for name, row in rows.items():
