@@ -33,9 +33,9 @@ const int kShared = 49152, kSharedProcessor = kSharedOptIn + 1024, kL2 = 5242880
 // Small tensors (tokens, counters) are copied and filled; weights are not, to save host memory.
 const size_t kCopied = 1 << 20;
 
-// How many GPUs: NULL_GPU_COUNT. All are the same, and each has its own memory.
-const char *kAskedCount = getenv("NULL_GPU_COUNT");
-const int kCount = kAskedCount ? atoi(kAskedCount) : 1;
+// How many GPUs: NULL_GPU_COUNT, or none if none is visible. All are the same, each with its memory.
+const char *kAskedCount = getenv("NULL_GPU_COUNT"), *kVisible = getenv("CUDA_VISIBLE_DEVICES");
+const int kCount = kVisible && !*kVisible ? 0 : kAskedCount ? atoi(kAskedCount) : 1;
 thread_local int current = 0;
 
 std::mutex mutex;

@@ -26,6 +26,8 @@ PREFIX = {
 COMPILED = {"compile": True}
 FP8 = {"enable_fp8_training": True}
 CHUNKED = {"loss._component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
+# It has no betas, and takes matrices only.
+MUON = {"_component_": "torch.optim.Muon", "lr": 1e-3, "weight_decay": 0.01}
 RECOMPUTED, BY_OPERATION = ({"activation_checkpointing": mode} for mode in ("full", "op"))
 OFFLOADED = RECOMPUTED | {"enable_activation_offloading": True}
 
@@ -69,7 +71,7 @@ CASES = (
     Case("master_weights", "weights in fp32 beside bf16", {"master_weights": "fp32"}),
     Case("cpu_offload", "weights in host memory", {"fsdp_cpu_offload": True}),
     Case("adamw8bit", "8-bit AdamW", {"optimizer._component_": "torchao.optim.AdamW8bit"}),
-    Case("muon", "Muon", {"optimizer._component_": "torch.optim.Muon"}),
+    Case("muon", "Muon with LoRA", LORA | {"optimizer": MUON}),
     Case("compiled", "torch.compile", COMPILED, BOTH, "packed"),
     Case("lora_compiled", "the same with LoRA", LORA | COMPILED, against="lora"),
     Case("qlora_compiled", "the same with QLoRA", QLORA | COMPILED, against="qlora"),

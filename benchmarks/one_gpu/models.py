@@ -20,8 +20,8 @@ SIZES: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 512,
     "head_dim": 64,
+    "max_position_embeddings": 512,
     "initializer_range": 0.05,
-    "tie_word_embeddings": False,
 }
 EXPERTS = {"moe_intermediate_size": 128, "num_experts": 8}
 LINEAR = {"linear_num_value_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
