@@ -4,12 +4,13 @@ It reads, cuts, packs and labels them by the code that training uses, and keeps 
 """
 
 import inspect
+import json
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from trainer.config import TrainConfig, instantiate
+from trainer.config import ALL_SHARED, TrainConfig, instantiate
 from trainer.data.batches import Collator
 from trainer.data.form import SINGLE, SampleForm
 from trainer.data.packing import pack
@@ -19,6 +20,8 @@ from trainer.errors import ConfigError
 # Number of samples that are counted, and of faults whose line is named.
 FIRST = 1000
 FAULTS = 20
+# Number of training samples that are compared with those of the validation data.
+COMPARED = 20_000
 # What decoding puts in the place of bytes that are no character, or not yet.
 INCOMPLETE = "\ufffd"
 
@@ -38,6 +41,7 @@ def previews(
     """
     previewed: list[dict[str, Any]] = []
     faults: list[str] = []
+    sources: list[Source] = []
     try:
         tokenizer = instantiate("tokenizer", config.tokenizer)
     except ConfigError as error:
@@ -48,9 +52,32 @@ def previews(
             try:
                 source = Source(key, block, tokenizer, form)
                 previewed.append(_preview(source, config, count, faults))
+                sources.append(source)
             except ConfigError as error:
                 faults += error.faults
+    if len(sources) == 2:
+        _compare(sources[0], sources[1], previewed[1], faults)
     return previewed, faults
+
+
+def _compare(
+    training: Source, validation: Source, shown: dict[str, Any], faults: list[str]
+) -> None:
+    """Append what both hold to `faults`, if it is all, or to the notes of `shown`."""
+
+    def keys(source: Source, most: int) -> Iterator[str]:
+        rows = map(source.row, range(min(most, len(source))))
+        return (json.dumps(row, sort_keys=True, default=str) for row in rows if row is not None)
+
+    known = set(keys(training, COMPARED))
+    same = sum(key in known for key in keys(validation, FIRST))
+    if same == len(validation):
+        faults.append(ALL_SHARED)
+    elif same:
+        shown["notes"].append(
+            f"{same:,} of its first {shown['read']:,} samples are in dataset, too, so that the "
+            "validation loss looks better than it is"
+        )
 
 
 class _First(NamedTuple):

@@ -1,5 +1,6 @@
 """What check --samples shows is what training sees: the same tokens, labels and rows, decoded."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -209,3 +210,27 @@ def test_counts_are_of_the_first_thousand(config_of):
     assert faults == [] and (found["read"], found["samples"]) == (1000, 1102)
     assert (found["dropped"], found["truncated"]) == (1, 1) and found["left_out_tokens"] > 100
     assert [sample["trained_tokens"] > 0 for sample in found["shown"]] == [False, True]
+
+
+def test_validation_samples_that_are_trained_are_counted(tmp_path, config_of):
+    block, _ = KINDS["instruct"]
+    rows = [{"q": f"Warum {number}?", "a": "Darum."} for number in range(40)]
+    config = config_of(block, rows)
+    # Another file, so that no split says it.
+    file = tmp_path / "validation.jsonl"
+    for overlap in (20, 19, 0):
+        own = rows[20 : 20 + overlap]
+        own += [row | {"a": "Wer weiß."} for row in rows[20 + overlap :]]
+        file.write_text("".join(json.dumps(row) + "\n" for row in own))
+        validation = {**config.dataset, "data_files": str(file)}
+        both = dataclasses.replace(config, dataset_val=validation)
+        (_, shown), faults = previews(both, 0)
+        if overlap == len(own):
+            assert [fault.partition(";")[0] for fault in faults] == [
+                "dataset_val: each of its samples is in dataset too"
+            ]
+            continue
+        assert faults == []
+        noted = [note for note in shown["notes"] if "are in dataset, too" in note]
+        words = f"{overlap} of its first 20 samples are in dataset, too, so that the validation "
+        assert noted == ([f"{words}loss looks better than it is"] if overlap else [])
