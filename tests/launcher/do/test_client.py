@@ -70,10 +70,11 @@ def works(run: Run, job_id: str) -> bool:
 
 
 def batch_script(run: Run, job_id: str) -> int:
-    """The process of a job's script."""
+    """The process of a job's script, which ends as its last command."""
     for process in psutil.process_iter(["environ", "cmdline"]):
         own = (process.info["environ"] or {}).get("SLURM_JOB_ID") == job_id
-        if own and "slurm_script" in " ".join(process.info["cmdline"] or []):
+        argv = process.info["cmdline"] or []
+        if own and (argv == ["sleep", "600"] or "slurm_script" in " ".join(argv)):
             return process.pid
     pytest.fail(f"job {job_id} of {run.name} has no script")
 
