@@ -114,7 +114,8 @@ def _start(
         click.echo(f"{len(runs) - left} of {len(runs)} runs are done: cookbook results {name}")
         sys.exit(1 if left else 0)
     verb = "resumed" if again else "submitted"
-    click.echo(f"{verb} {name}: {len(chosen)} runs, at most {parallel} concurrently")
+    count = f"{len(chosen)} run{'s' * (len(chosen) != 1)}"
+    click.echo(f"{verb} {name}: {count}, at most {parallel} concurrently")
     click.echo(f"  follow it  cookbook watch {name}   or   cookbook status {name}")
     click.echo(f"  compare    cookbook results {name}   or   cookbook report {name}")
 
