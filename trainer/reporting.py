@@ -188,7 +188,11 @@ class Reporter:
         self.progress("finished")
         first, last = self._state.loss_first, self._state.loss_last
         span = "not measured" if first is None or last is None else f"{first:.4f} -> {last:.4f}"
-        self._world.say(f"finished: {self._state.step} steps on {self._device}, loss {span}")
+        count = self._state.skipped_steps
+        skipped = f", {count:,} updates skipped" if count else ""
+        self._world.say(
+            f"finished: {self._state.step} steps on {self._device}, loss {span}{skipped}"
+        )
 
     def flush(self) -> None:
         """Bring the metrics to the disk."""

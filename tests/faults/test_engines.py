@@ -44,10 +44,10 @@ def test_a_stopped_rank_of_transformers_trainer_is_found_and_every_command_works
     }
     (place / "hang.yaml").write_text(yaml.safe_dump(recipe))
     _, run = user.submit(str(place / "hang.yaml"))
-    until(lambda: files.checkpoint_steps(run), 90, lambda: report(run))
+    until(lambda: files.checkpoint_steps(run), 300, lambda: report(run))
     os.kill(ranks_of(run, "hf_trainer")[1], signal.SIGSTOP)
     (place / "hurry").touch()
-    told = user.wait(run, "COMPLETED", "FAILED", "CANCELLED", timeout=120)
+    told = user.wait(run, "COMPLETED", "FAILED", "CANCELLED", timeout=300)
     assert told["state"] == "COMPLETED", report(run)
     first, last = attempts(run)
     assert first["cause"] == "hang" and "does not answer" in first["message"], first
