@@ -28,6 +28,10 @@ KEYS = {
     "entry: deepspeed:SCRIPT (docs/engines.md)",
     "notify": "Slurm's mail is resources.mail_user and resources.mail_type",
     "on_policy_share": "only entry: distill_on_policy has it (docs/methods.md)",
+    "train_router": 'routers of experts are frozen by freeze: ["*.mlp.gate.*"]',
+    "expert_imbalance": "estimates assume 1.5: leave it out",
+    "reference": "leave it out: a new adapter is compared with its base, all else with a second "
+    "model",
     "context_parallel_dim": "sequences are not split over GPUs: use tensor_parallel_dim",
     "pipeline_parallel_dim": "layers are not split over GPUs: use tensor_parallel_dim and FSDP",
 }
