@@ -12,6 +12,7 @@ bf16 weight is exact, so that its codes and values are those that bitsandbytes c
 """
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from runspec.layout import NF4_BLOCK
-from trainer.errors import ConfigError
 from trainer.sharded import place_of
 
 # Values that are computed at once outside of compiled code: 256 MiB in fp32.
@@ -76,22 +76,25 @@ def dense_place(parameter: torch.Tensor) -> tuple[slice, ...]:
     return *others, slice(blocks.start * BLOCK, blocks.stop * BLOCK)
 
 
+def faults(weights: Iterable[torch.Tensor]) -> list[str]:
+    """Return one line per last dimension of the weights that is no multiple of a block."""
+    widths = {weight.shape[-1] for weight in weights}
+    return [
+        f"model.quantize_base: needs inputs in blocks of {BLOCK}, and this model has layers "
+        f"with {width} inputs; set model.quantize_base=False"
+        for width in sorted(widths)
+        if width % BLOCK
+    ]
+
+
 def pack_weight(layer: nn.Module, name: str = "weight") -> None:
     """Make `layer.weight` (on the meta device, [..., out, in]) a packed one; add the code table.
 
     The table is the buffer `nf4_table` [256, 2], fp32: what each byte of codes stands for. It is a
     buffer, so that no step copies it to the GPU. `fill_tables` fills it.
-
-    Raises:
-        ConfigError: its inputs are no whole blocks.
     """
     weight = getattr(layer, name)
     *others, inputs = weight.shape
-    if inputs % BLOCK:
-        raise ConfigError(
-            f"model.quantize_base: needs inputs in blocks of {BLOCK}, and this model has layers "
-            f"with {inputs} inputs; set model.quantize_base=False"
-        )
     packed = weight.new_empty(*others, inputs // BLOCK, PACKED_BYTES, dtype=torch.uint8)
     setattr(layer, name, nn.Parameter(packed, requires_grad=False))
     table = weight.new_empty(256, 2, dtype=torch.float32)

@@ -285,8 +285,14 @@ def _quantise(model: Decoder, frozen: bool) -> None:
         )
     from trainer.layers import experts
 
-    linear.quantise(model, model.linear_layers())
-    for _, layer in experts.layers(model):
+    names = model.linear_layers()
+    routed = [layer for _, layer in experts.layers(model)]
+    weights_of = [model.get_submodule(name).weight for name in names]
+    weights_of += [getattr(layer, name) for layer in routed for name in experts.MATRICES]
+    if faults := nf4.faults(weights_of):
+        raise ConfigError(*faults)
+    linear.quantise(model, names)
+    for layer in routed:
         experts.quantise(layer)
 
 

@@ -207,7 +207,7 @@ def test_what_cannot_be_trained_is_refused_by_config_json(
         (
             "qwen3-moe",
             {"model": LORA | {"quantize_base": True}},
-            "has layers with 80 inputs; set model.quantize_base=False",
+            "has layers with 48 inputs; set model.quantize_base=False",
         ),
         ("mixtral", {"model": LORA | {"adapter": "dora"}}, "model.lora_modules=[k_proj,o_proj,q_p"),
         ("qwen3", EP, "expert_parallel_dim: this model has no experts; set expert_parallel_dim=1"),
