@@ -105,7 +105,7 @@ def findings(subject: str, look: Callable[..., Iterable[Finding]], *given: objec
     except CookbookError as error:
         # They name their remedies themselves.
         return [failed(subject, fault) for fault in error.faults]
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
         return [failed(subject, f"could not be checked: {error}", "fix that and try again")]
 
 
