@@ -177,7 +177,7 @@ def _question_and_answer(question: str, answer: str) -> Turns:
 def _sharegpt(row: Mapping[str, Any], column: str) -> Turns:
     if column not in row:
         raise ConfigError(f"there is no column {column!r}")
-    if not isinstance(row[column], list) or not row[column]:
+    if not isinstance(row[column], list):
         raise ConfigError(f"the column {column!r} has no list of messages")
     turns = []
     for number, message in enumerate(row[column], 1):
@@ -190,4 +190,21 @@ def _sharegpt(row: Mapping[str, Any], column: str) -> Turns:
         if not isinstance(message.get("value"), str):
             raise ConfigError(f"message {number} ({role}) has no text in 'value'")
         turns.append({"role": SHAREGPT_ROLES[role], "content": message["value"]})
+    _check_order(turns)
     return turns
+
+
+def _check_order(turns: Turns) -> None:
+    """Refuse turns that do not alternate, as torchtune does: most templates would mix them up."""
+    if len(turns) < 2:
+        raise ConfigError(f"there must be at least 2 messages, and there are {len(turns)}")
+    before = "assistant"
+    for number, turn in enumerate(turns, 1):
+        role = turn["role"]
+        if role == "assistant" and before != "user":
+            raise ConfigError(f"message {number} (assistant) does not follow one of the user")
+        if role == before == "user":
+            raise ConfigError(f"messages {number - 1} and {number} are both of the user")
+        if role == "system" and number > 1:
+            raise ConfigError(f"message {number} is a system message, which must come first")
+        before = role

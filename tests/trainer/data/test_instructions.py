@@ -70,7 +70,10 @@ def test_samples_are_those_of_torchtune(name, keys, row, source, tmp_path, model
 @pytest.mark.parametrize(
     ("turns", "told"),
     [
-        ([], "the column 'conversations' has no list of messages"),
+        (SHAREGPT[:1], "there must be at least 2 messages, and there are 1"),
+        ([SHAREGPT[2], *SHAREGPT[1:]], "message 1 (assistant) does not follow one of the user"),
+        ([SHAREGPT[1], *SHAREGPT[1:]], "messages 1 and 2 are both of the user"),
+        ([*SHAREGPT[1:3], SHAREGPT[0]], "message 3 is a system message, which must come first"),
         (
             [SHAREGPT[1], {"from": "gpt", "value": None}],
             "message 2 (gpt) has no text in 'value'",
@@ -83,7 +86,7 @@ def test_samples_are_those_of_torchtune(name, keys, row, source, tmp_path, model
         (None, "the column 'conversations' has no list of messages"),
     ],
 )
-def test_turns_of_another_form_are_refused(turns, told, tmp_path, model_folder):
+def test_turns_in_another_order_are_refused(turns, told, tmp_path, model_folder):
     ours = component("dataset", "torchtune.datasets.chat_dataset")
     tokenizer = hugging_face_tokenizer(str(model_folder))
     keys = {"conversation_column": "conversations", "conversation_style": "sharegpt"}
