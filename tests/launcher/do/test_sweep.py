@@ -131,7 +131,7 @@ def test_a_sweep_runs_one_at_a_time_and_is_resumed_where_it_failed(slurm_user: K
     ]
     (user.root / "ready").touch()
     again = user.cookbook("sweep", "--resume", "study")
-    assert again.returncode == 0 and f"resumed {name}: 1 runs" in again.stdout, again.stderr
+    assert again.returncode == 0 and f"resumed {name}: 1 run," in again.stdout, again.stderr
     until(lambda: states(user, name)[2] == "COMPLETED", 60, lambda: report(runs[2]))
     assert (user.root / "times").read_text().splitlines()[4:] == ["late begins", "late ends"]
     left = user.cookbook("sweep", "--resume", "study")
