@@ -339,7 +339,7 @@ install_packages() {
     die "the packages could not be installed: see $log, fix the cause (network, proxy, disk, or a build of torch that does not exist: --torch), then run this again; on a cluster without internet: --from FOLDER (docs/offline.md)"
   fi
   "$VENV/bin/python" - <<'PY' >>"$log" 2>&1 || die "the installed packages do not work: see the end of $log"
-import torch, torchtune, transformers, tensorboard, launcher, trainer
+import torch, transformers, tensorboard, launcher, trainer
 print("torch", torch.__version__, "cuda", torch.version.cuda)
 PY
   rm -f "$VENV/uv.toml"
@@ -477,7 +477,7 @@ make_bundle() {
     "$WORK/venv/bin/python" -m pip --disable-pip-version-check install --quiet --no-input --constraint "$REPO/constraints.txt" uv --editable "$REPO"; } ||
     die "uv, which chooses the versions, could not be installed: see above: fix the cause (network, proxy), then repeat this command"
   for number in "${!RECIPES[@]}"; do
-    "$WORK/venv/bin/python" - "${RECIPES[number]}" >"$WORK/$number.txt" <<'PY' || exit
+    "$WORK/venv/bin/python" - "${RECIPES[number]}" "$number" >"$WORK/$number.txt" <<'PY' || exit
 import sys
 
 from launcher.errors import CookbookError
@@ -488,7 +488,7 @@ try:
 except CookbookError as error:
     sys.exit("\n".join(f"error: {fault}" for fault in error.faults))
 if environment and environment.dependencies:
-    print("-c constraints.txt" * environment.pins, *environment.dependencies, sep="\n")
+    print(f"-c {sys.argv[2]}-constraints.txt" * environment.pins, *environment.dependencies, sep="\n")
 PY
     [ -s "$WORK/$number.txt" ] || say "${RECIPES[number]} has no dependencies: the kit's packages are enough"
   done
@@ -510,7 +510,11 @@ PY
   for line in cluster ${parts[@]+"${parts[@]}"}; do extras+=(--extra "$line"); done
   fetch "the kit" "$REPO/pyproject.toml" "${extras[@]}" "$WORK/kit.txt"
   for number in "${!RECIPES[@]}"; do
-    [ ! -s "$WORK/$number.txt" ] || fetch "${RECIPES[number]}" "$WORK/$number.txt"
+    [ -s "$WORK/$number.txt" ] || continue
+    # A version that a recipe names takes the place of the kit's.
+    sed -n 's/^\([A-Za-z0-9._-]*\)==.*/^\1==/p' "$WORK/$number.txt" >"$WORK/named.txt"
+    grep -vif "$WORK/named.txt" "$WORK/constraints.txt" >"$WORK/$number-constraints.txt"
+    fetch "${RECIPES[number]}" "$WORK/$number.txt"
   done
   # A clone and not an archive: if the cluster has git, runs record the commit.
   git -c advice.detachedHead=false clone --quiet --depth 1 "file://$REPO" "$WORK/slurm-cookbook"

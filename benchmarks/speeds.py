@@ -19,6 +19,7 @@ from plugins.estimate.launcher.recipe_step import step_of
 from plugins.estimate.launcher.shapes import shape_of
 from plugins.estimate.launcher.step_config import StepConfig
 from plugins.estimate.launcher.step_time import step_time
+from runspec.description import PUBLISHED
 from runspec.layout import Layout
 from runspec.shape import Attention, Block, Matrix, Shape, Vector
 
@@ -59,9 +60,9 @@ def speed(gpu: Gpu, step: StepConfig, clock: float = 1.0) -> float:
     return found.tokens_per_second_per_gpu
 
 
-def torchtune(name: str) -> Shape:
-    """Return the shape of one of torchtune's builders."""
-    return shape_of({"_component_": f"torchtune.models.{name}"}, None)
+def published(name: str) -> Shape:
+    """Return the shape of a model in configs/shapes."""
+    return shape_of({}, PUBLISHED / name)
 
 
 def of_recipe(name: str) -> Shape:
@@ -107,7 +108,7 @@ Found = Iterator[tuple[str, int, float, float]]
 
 
 def _titan() -> Found:
-    small, large = torchtune("llama3_1.llama3_1_8b"), torchtune("llama3_1.llama3_1_70b")
+    small, large = of_recipe("llama8b_full"), of_recipe("llama70b_full")
     for gpus, eager, compiled, fp8 in ((8, 5762, 6667, 8532), (128, 5605, 6514, 8380)):
         step = full(small, Layout(shard=gpus), 2, 8192, checkpointing=TITAN_OP)
         for words, rate, more in (
@@ -129,21 +130,21 @@ def _titan() -> Found:
 
 def _titan_a100() -> Found:
     for name, words, batch, length, mode, rate in (
-        ("llama3.llama3_8b", "Llama 8B full, every second layer recomputed", 1, 8192, "2", 2904),
-        ("llama3.llama3_8b", "Llama 8B full, op", 1, 8192, TITAN_OP, 2973),
-        ("llama3.llama3_70b", "Llama 70B full, recomputed", 1, 8192, "full", 331),
-        ("llama2.llama2_13b", "Llama 13B full", 2, 4096, "none", 2162),
-        ("llama2.llama2_13b", "Llama 13B full, every second layer", 2, 4096, "2", 1914),
-        ("llama2.llama2_13b", "Llama 13B full, op", 2, 4096, TITAN_OP, 1904),
-        ("llama2.llama2_70b", "Llama 2 70B full, op", 1, 4096, TITAN_OP, 355),
-        ("llama2.llama2_70b", "Llama 2 70B full, recomputed", 2, 4096, "full", 353),
+        ("Llama-3.1-8B", "Llama 8B full, every second layer recomputed", 1, 8192, "2", 2904),
+        ("Llama-3.1-8B", "Llama 8B full, op", 1, 8192, TITAN_OP, 2973),
+        ("Llama-3.3-70B-Instruct", "Llama 70B full, recomputed", 1, 8192, "full", 331),
+        ("Llama-2-13b-hf", "Llama 13B full", 2, 4096, "none", 2162),
+        ("Llama-2-13b-hf", "Llama 13B full, every second layer", 2, 4096, "2", 1914),
+        ("Llama-2-13b-hf", "Llama 13B full, op", 2, 4096, TITAN_OP, 1904),
+        ("Llama-2-70b-hf", "Llama 2 70B full, op", 1, 4096, TITAN_OP, 355),
+        ("Llama-2-70b-hf", "Llama 2 70B full, recomputed", 2, 4096, "full", 353),
     ):
         layout, keys = Layout(shard=64), {"checkpointing": mode, "compiled": False}
-        yield words, 64, rate, speed(A100, full(torchtune(name), layout, batch, length, **keys))
+        yield words, 64, rate, speed(A100, full(published(name), layout, batch, length, **keys))
 
 
 def _titan_h200() -> Found:
-    shape = torchtune("llama3_1.llama3_1_8b")
+    shape = of_recipe("llama8b_full")
     for gpus, rate in ((32, 10938), (64, 10753)):
         step = full(shape, Layout(shard=gpus), 2, 8192, checkpointing=TITAN_OP, fp8=True)
         yield "Llama 8B full, compiled, fp8", gpus, rate, speed(H200, step)
@@ -151,11 +152,11 @@ def _titan_h200() -> Found:
 
 def _automodel() -> Found:
     for name, words, layout, mode, compiled, rate in (
-        ("llama3_1.llama3_1_8b", "Llama 8B LoRA, not compiled", Layout(), "none", False, 12473),
-        ("llama3_3.llama3_3_70b", "Llama 70B LoRA, TP 2", Layout(1, 4, 2), "full", True, 1092),
-        ("llama3_3.llama3_3_70b", "Llama 70B LoRA, TP 2", Layout(1, 8, 2), "full", True, 985),
+        ("Llama-3.1-8B", "Llama 8B LoRA, not compiled", Layout(), "none", False, 12473),
+        ("Llama-3.3-70B-Instruct", "Llama 70B LoRA, TP 2", Layout(1, 4, 2), "full", True, 1092),
+        ("Llama-3.3-70B-Instruct", "Llama 70B LoRA, TP 2", Layout(1, 8, 2), "full", True, 985),
     ):
-        shape = torchtune(name)
+        shape = published(name)
         step = StepConfig(shape, "lora", layout, batch=2, accumulation=4, checkpointing=mode)
         adapter = {"lora_rank": 16, "lora_targets": (*shape.names,)}
         step = replace(step, compiled=compiled, loss="plain", **adapter)  # type: ignore[arg-type]

@@ -30,6 +30,11 @@ import yaml
 from benchmarks import report, workloads
 from benchmarks.peers import engine
 from benchmarks.peers.engine import Job
+from launcher import paths
+from launcher.errors import CookbookError
+from launcher.recipe.environment import Environment
+from launcher.run import built
+from plugins.engines.launcher.torchtune import ENGINE as TORCHTUNE
 
 ROOT = Path(__file__).parents[1]
 # Most important first, because the time may run out.
@@ -84,6 +89,16 @@ def _pair(text: str) -> tuple[str, str]:
     return name, value
 
 
+def _of_torchtune() -> str:
+    """The interpreter of the environment of the entry torchtune:, which is built if needed."""
+    environment = Environment.of({"dependencies": list(TORCHTUNE.dependencies)})
+    try:
+        return str(built.build(environment, paths.shared_root(), print) / "bin" / "python")
+    except CookbookError as error:
+        print(f"torchtune: {error}", file=sys.stderr)
+        return sys.executable
+
+
 def _absolute(path: str) -> str:
     # Engines start in the repository's root. Links stay: a virtual environment's python is one.
     return str(Path(path).absolute()) if os.sep in path else path
@@ -105,6 +120,8 @@ class Comparison:
         # device_count() allocates nothing on the GPU, whose memory the engines need.
         self.device = options.device or ("cuda" if torch.cuda.device_count() else "cpu")
         self.pythons = {name: _absolute(path) for name, path in options.python}
+        if any(peer.partition(":")[0] == "torchtune" for peer in options.peers):
+            self.pythons = {"torchtune": _of_torchtune()} | self.pythons
         self.report: dict[str, Any] = {
             "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
             "commit": commit(),

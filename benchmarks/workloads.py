@@ -42,7 +42,6 @@ class Shape:
     heads: int
     kv_heads: int
     vocabulary: int
-    builder: str
     rope_factor: float
     tied: bool = False
 
@@ -84,30 +83,11 @@ class Shape:
         }
 
     def model_block(self, method: str) -> dict[str, Any]:
-        """The `model` block of a torchtune config."""
-        name = self.builder if method == "full" else f"lora_{self.builder}"
-        block: dict[str, Any] = {
-            "_component_": f"torchtune.models.{self.builder}.{name}",
-            "vocab_size": self.vocabulary,
-            "num_layers": self.layers,
-            "num_heads": self.heads,
-            "num_kv_heads": self.kv_heads,
-            "embed_dim": self.width,
-            "intermediate_dim": self.inner,
-            "max_seq_len": 131072,
-            "rope_base": 500000,
-            "norm_eps": 1e-05,
-            "scale_factor": int(self.rope_factor),
-        }
-        if method != "full":
-            block |= {
-                "lora_attn_modules": ["q_proj", "k_proj", "v_proj", "output_proj"],
-                "apply_lora_to_mlp": True,
-                "apply_lora_to_output": False,
-                "lora_rank": LORA_RANK,
-                "lora_alpha": LORA_ALPHA,
-                "lora_dropout": 0.0,
-            }
+        """The `model` block of a config whose model folder says what the model is."""
+        if method == "full":
+            return {}
+        adapter = {"lora_rank": LORA_RANK, "lora_alpha": LORA_ALPHA}
+        block = {**adapter, "lora_modules": list(self.targets)}
         return block | ({"quantize_base": True} if method == "qlora" else {})
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -133,9 +113,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class ExpertsShape(Shape):
-    """Sizes of a Qwen 3 model with experts; `inner` is the width of one, which has no builder."""
+    """Sizes of a Qwen 3 model with experts; `inner` is the width of one."""
 
-    builder: str = ""
     rope_factor: float = 1.0
     head_dim: int = 128
     experts: int = 128
@@ -165,11 +144,6 @@ class ExpertsShape(Shape):
             "rms_norm_eps": 1e-06,
             "rope_theta": 1000000.0,
         }
-
-    def model_block(self, method: str) -> dict[str, Any]:
-        """The `model` block of a config whose model folder says what the model is."""
-        adapter = {"lora_rank": LORA_RANK, "lora_alpha": LORA_ALPHA}
-        return {} if method == "full" else {**adapter, "lora_modules": list(self.targets)}
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of each tensor in the model folder."""
@@ -215,12 +189,12 @@ class Workload:
         return 2e-5 if self.method == "full" else 3e-4
 
 
-LLAMA_8B = Shape(32, 4096, 14336, 32, 8, 128256, "llama3_1", 8.0)
-LLAMA_1B = Shape(16, 2048, 8192, 32, 8, 128256, "llama3_2", 32.0, tied=True)
+LLAMA_8B = Shape(32, 4096, 14336, 32, 8, 128256, 8.0)
+LLAMA_1B = Shape(16, 2048, 8192, 32, 8, 128256, 32.0, tied=True)
 QWEN3_30B_A3B = ExpertsShape(48, 2048, 768, 32, 4, 151936)
 TINY_MOE = ExpertsShape(2, 256, 128, 4, 2, 512, head_dim=64, experts=8, active=2)
 # The same structure for a CPU, with the smallest matrices that torchao's NF4 accepts.
-TINY = Shape(2, 256, 512, 4, 2, 512, "llama3_1", 8.0)
+TINY = Shape(2, 256, 512, 4, 2, 512, 8.0)
 
 WORKLOADS = {
     "llama8b_lora": Workload(LLAMA_8B, "lora", 2),
@@ -269,7 +243,6 @@ def make_job(name: str, folder: Path, **overrides: Any) -> Job:
         "workload": name,
         "method": workload.method,
         "model": workload.shape.model_block(workload.method),
-        "model_type": "LLAMA3_2" if workload.shape.builder == "llama3_2" else "LLAMA3",
         "batch_size": workload.batch_size,
         "sequence": workload.sequence,
         "dtype": workload.dtype,

@@ -119,6 +119,14 @@ def required(dependency: str) -> str:
     return plain_name(re.split(r"[\[<>=!~; @]", dependency.strip(), maxsplit=1)[0])
 
 
+def has(dependency: str) -> bool:
+    """Whether a requirement's package is installed, in the version that NAME==VERSION names."""
+    installed = {plain_name(name): version for name, version in packages().items()}
+    version = dependency.partition("==")[2]
+    found = installed.get(required(dependency))
+    return found is not None and (not version or found.partition("+")[0] == version)
+
+
 class TorchBuild(NamedTuple):
     """The installed torch: its version, and the CUDA or ROCm version that it is built for."""
 

@@ -14,10 +14,8 @@ from typing import Any
 
 # What a parameter belongs to, then its sizes.
 Sizes = tuple[str, ...]
-# How torchtune's builders begin that add LoRA or DoRA themselves.
-BUILT_IN = "lora_"
-# The rank of torchtune's builders if a recipe names none; and the usual one, of configs/base.
-TORCHTUNE_RANK, USUAL_RANK = 8, 16
+# The usual rank, of configs/base.
+USUAL_RANK = 16
 # Virtual tokens of prompts and prefixes if a recipe names none.
 VIRTUAL_TOKENS = 20
 # Keys of LoRA that the trainer reads whoever has added it; names as in PEFT's LoraConfig.
@@ -132,40 +130,22 @@ def name_of(model: Any) -> str | None:
     name = model.get("adapter") if isinstance(model, Mapping) else None
     if not isinstance(model, Mapping) or not isinstance(name, str | None):
         return None
-    if is_built_in(model) and name in (None, "lora"):
-        return "dora" if model.get("use_dora") else "lora"
-    return "lora" if name is None and own_adapters(model) and model.get("lora_rank") else name
-
-
-# What transformers and torchtune call the last layer of an MLP.
-MLP_LAST = ("down_proj", "w2")
+    return "lora" if name is None and model.get("lora_rank") else name
 
 
 def ia3_targets(family: str) -> tuple[str, ...]:
     """The layers that have (IA)3 by default in a model of this model_type, as PEFT has them.
 
-    Names are the last part of transformers' or torchtune's
+    Names are the last part of transformers'
     (peft.utils.constants.TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING).
     """
     first = "q_proj" if family.startswith(("gemma", "llama4", "phi", "qwen")) else "k_proj"
-    return (first, "v_proj", *MLP_LAST)
-
-
-def is_built_in(model: Mapping[str, Any]) -> bool:
-    """Whether the model's builder, torchtune's, adds LoRA or DoRA itself."""
-    module, _, builder = str(model.get("_component_") or "").rpartition(".")
-    return module.startswith("torchtune.") and builder.startswith(BUILT_IN)
+    return (first, "v_proj", "down_proj")
 
 
 def is_quantised(model: Mapping[str, Any]) -> bool:
     """Whether the base weights are kept in NF4."""
     return bool(model.get("quantize_base"))
-
-
-def own_adapters(model: Mapping[str, Any]) -> bool:
-    """Whether the keys of adapters are the trainer's own, and no arguments of a builder."""
-    torchtunes = str(model.get("_component_") or "").startswith("torchtune.")
-    return not torchtunes or (model.get("adapter") is not None and not is_built_in(model))
 
 
 def declared(dotted: str) -> Adapter:

@@ -6,14 +6,13 @@ those of the catalogue in configs/descriptions, others in the user's cache.
 """
 
 import json
-import re
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from runspec.adapters import KINDS, declared, name_of
+from runspec.adapters import KINDS, LORA, declared, name_of
 from runspec.files import read_json, write_text
 from runspec.keys.model import TRANSFORMERS
 from runspec.shape import Shape
@@ -24,23 +23,20 @@ PUBLISHED = _CONFIGS / "shapes"
 SHIPPED = _CONFIGS / "descriptions"
 # Folders of models that recipes train from scratch.
 FROM_SCRATCH = _CONFIGS / "models"
-# By the beginning of a component's name: the package that its models depend on.
-_PACKAGES = {TRANSFORMERS: "transformers", "torchtune.": "torchtune"}
-# Arguments that change no base model: those of adapters and of 4 bits.
-_ADAPTER = re.compile("adapter$|lora_|apply_lora_|use_dora$|use_rslora$|quantize_base$")
+# Keys that change no base model: those of adapters and of 4 bits.
+_ADAPTER = ("adapter", "quantize_base", *LORA.keys)
 
 
 def config_file(folder: Path) -> Path | None:
     """Return the config.json of a model folder; the published one if it is not downloaded yet."""
-    files = (folder / "config.json", PUBLISHED / f"{folder.name}.json")
+    # torchtune's configs have the older names of Llama's folders.
+    files = (folder / "config.json", PUBLISHED / f"{folder.name.removeprefix('Meta-')}.json")
     return next((file for file in files[: 1 + (not folder.is_dir())] if file.is_file()), None)
 
 
 def family_of(model: Mapping[str, Any], folder: Path | None) -> str:
-    """Return transformers' model_type of the text model, or torchtune's module; "" if unknown."""
+    """Return transformers' model_type of the text model; "" if unknown."""
     name = str(model.get("_component_") or TRANSFORMERS)
-    if name.startswith("torchtune.models."):
-        return name.split(".")[2]
     file = config_file(folder) if folder and name == TRANSFORMERS else None
     content = (read_json(file) if file else None) or {}
     return str((content.get("text_config") or content).get("model_type") or "")
@@ -49,9 +45,6 @@ def family_of(model: Mapping[str, Any], folder: Path | None) -> str:
 def base_of(model: Mapping[str, Any]) -> dict[str, Any]:
     """Return a recipe's `model` block without what adapters add to the model."""
     name = str(model.get("_component_") or TRANSFORMERS)
-    if name.startswith("torchtune."):
-        module, _, builder = name.rpartition(".")
-        name = f"{module}.{re.sub('^q?lora_', '', builder)}"
     if name == TRANSFORMERS:
         return {"_component_": name}
     kind, own = name_of(model), tuple[str, ...]()
@@ -61,7 +54,7 @@ def base_of(model: Mapping[str, Any]) -> dict[str, Any]:
         # A kind that is not there is a fault of the recipe, which sizing and trainer name.
         with suppress(ValueError):
             own = declared(kind).keys
-    given = {k: v for k, v in model.items() if not _ADAPTER.match(k) and k not in own}
+    given = {k: v for k, v in model.items() if k not in (*_ADAPTER, *own)}
     return {**given, "_component_": name}
 
 
@@ -84,8 +77,8 @@ class Subject:
         if self.file is not None:
             self.of = {"config": read_json(self.file)}
             self.title = self.file.parent.name if self.file.stem == "config" else self.file.stem
-        names = (n for start, n in _PACKAGES.items() if self.component.startswith(start))
-        self.package = next(names, "")
+        # What the model depends on.
+        self.package = "transformers" if from_folder else ""
 
     @property
     def file_name(self) -> str:

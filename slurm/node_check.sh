@@ -25,8 +25,8 @@ check_python() {
     return
   fi
   program='import importlib.util
-missing = [name for name in ("torch", "torchtune") if importlib.util.find_spec(name) is None]
-print("missing " + " ".join(missing) if missing else "finds torch and torchtune")'
+missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+print("missing " + " ".join(missing) if missing else "finds torch and transformers")'
   # cd: Python searches the current folder before its packages.
   answer=$(cd / && PYTHONNOUSERSITE=1 "$VENV/bin/python" -c "$program" 2>&1) || answer="fault ${answer##*$'\n'}"
   report python "$("$VENV/bin/python" -I -S -c 'import platform; print(platform.python_version())' 2>&1 | tail -n 1)"

@@ -1,21 +1,11 @@
 """Sizes of models for tests: those of the demo recipe's model, and of one with experts."""
 
 from dataclasses import replace
-from pathlib import Path
-
-import yaml
 
 from runspec.description import PUBLISHED, SHIPPED, Subject
 from runspec.shape import Attention, Block, Matrix, Shape, Vector
 
-RECIPE = Path(__file__).parents[1] / "configs/recipes/demo.yaml"
-# What torchtune's builders take as sizes, all of them whole numbers.
-DEMO = {
-    key: value
-    for key, value in yaml.safe_load(RECIPE.read_text())["model"].items()
-    if isinstance(value, int)
-}
-# Its config.json as on the hub, without what no size comes from.
+# Mixtral 8x7B's config.json as on the hub, without what no size comes from.
 MIXTRAL = {
     "architectures": ["MixtralForCausalLM"],
     "model_type": "mixtral",

@@ -2,11 +2,17 @@
 
 import logging
 
+# transformers imports torchao, which says that its C++ kernels cannot be loaded with this build of
+# torch, and registers two classes in a way that torch calls old. No kernel of it is used here.
+_NOTES = {
+    "torchao": ("Skipping import of cpp extensions", "Failed to load"),
+    "torch.utils._pytree": ("%s is an Enum subclass",),
+}
 
-def _is_no_kernel_note(record: logging.LogRecord) -> bool:
-    return "Skipping import of cpp extensions" not in record.getMessage()
+
+def _is_no_note(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(_NOTES[record.name])
 
 
-# torchtune and transformers import torchao, which says that its C++ kernels do not fit this torch.
-# None of them is used here.
-logging.getLogger("torchao").addFilter(_is_no_kernel_note)
+for _name in _NOTES:
+    logging.getLogger(_name).addFilter(_is_no_note)

@@ -2,9 +2,8 @@
 
 Prints a JSON object for each file: {"faults": [one line each], "found": the components}. Weights
 are not read except those of an adapter to start from, nothing is computed and no rank is started.
-With --stock only the components themselves are checked, because torchtune's own recipes give them
-further arguments. Data are read only with --samples=N, which shows N samples: {"samples": see
-trainer.data.preview, "sample_faults"}.
+Data are read only with --samples=N, which shows N samples: {"samples": see trainer.data.preview,
+"sample_faults"}.
 """
 
 import argparse
@@ -53,23 +52,17 @@ def faults(content: dict[str, Any], objective: type[Objective]) -> list[str]:
     """Everything that would stop a run of `content`, a resolved train.yaml, at its set-up."""
     texts: list[str] = []
     config = _tried(texts, lambda: configs.parse(content, objective.config_class))
-    texts += component_faults(content, complete=True)
+    texts += component_faults(content)
     if config is not None and not texts:
         texts += _misfits(config, objective)
     return texts
 
 
-def component_faults(content: dict[str, Any], complete: bool) -> list[str]:
-    """Components that cannot be imported, or do not take the arguments that are given.
-
-    Args:
-        complete: also name arguments that are missing.
-    """
+def component_faults(content: dict[str, Any]) -> list[str]:
+    """Components that cannot be imported, or do not take the arguments that are given."""
     texts: list[str] = []
     for key, block in _blocks("", content):
-        if key == "metric_logger":
-            continue  # the trainer has its own
-        if key == "checkpointer" and complete:
+        if key in ("metric_logger", "checkpointer"):
             continue  # torchtune's configs name one, and it is never called
         if key == "model" and block["_component_"] == TRANSFORMERS:
             continue  # the folder names the class
@@ -84,7 +77,7 @@ def component_faults(content: dict[str, Any], complete: bool) -> list[str]:
         arguments = {k: v for k, v in block.items() if k not in ("_component_", *ours)}
         handed_over = key in HANDED_OVER
         try:
-            if complete and key.startswith("lr_scheduler"):
+            if key.startswith("lr_scheduler"):
                 if why := optimizers.unusable_schedule(block):
                     texts.append(why)
                     continue
@@ -93,7 +86,7 @@ def component_faults(content: dict[str, Any], complete: bool) -> list[str]:
                 arguments |= dict.fromkeys(given)
                 handed_over = "optimizer" not in arguments
             signature = inspect.signature(factory)
-            bind = signature.bind if complete and key in HANDED_OVER else signature.bind_partial
+            bind = signature.bind if key in HANDED_OVER else signature.bind_partial
             bind(*[None] * handed_over, **arguments)
         except TypeError as error:
             unknown = next((name for name in arguments if name not in signature.parameters), "")
@@ -200,24 +193,19 @@ def main(arguments: list[str]) -> int:
     """Print the verdict on each given file, a line each; exit status 0, or 2 for wrong usage."""
     parser = argparse.ArgumentParser(prog="python -m trainer.check")
     parser.add_argument("paths", nargs="+", metavar="<run>/train.yaml", type=Path)
-    parser.add_argument("--stock", action="store_true")
     parser.add_argument("--samples", type=int, metavar="N")
-    parser.add_argument("--objective", default="", help="dotted path of the training method")
+    parser.add_argument("--objective", required=True, help="dotted path of the training method")
     given = parser.parse_args(arguments)
-    if not (given.stock or given.objective):
-        parser.error("give --objective, or --stock")
     for path in given.paths:
-        print(json.dumps(_verdict(path, given.objective, given.stock, given.samples)))
+        print(json.dumps(_verdict(path, given.objective, given.samples)))
     return 0
 
 
-def _verdict(path: Path, method: str, stock: bool, samples: int | None) -> dict[str, Any]:
+def _verdict(path: Path, method: str, samples: int | None) -> dict[str, Any]:
     texts: list[str] = []
-    objective = _tried(texts, lambda: named(method)) if method else None
+    objective = _tried(texts, lambda: named(method))
     content = _tried(texts, lambda: configs.read_yaml(path))
-    if content is not None and stock:
-        texts += component_faults(content, complete=False)
-    elif content is not None and objective is not None:
+    if content is not None and objective is not None:
         texts += faults(content, objective)
     names = [block["_component_"].rpartition(".")[2] for _, block in _blocks("", content or {})]
     verdict = {"faults": texts, "found": ", ".join(dict.fromkeys(names))}

@@ -38,17 +38,16 @@ ALL_SHARED = (
     "dataset_val: each of its samples is in dataset too; take them apart, such as "
     "dataset.split=train[:95%] dataset_val.split=train[95%:]"
 )
-# What the kit has under torchtune's names, so that only a recipe with one of its builders of models
-# or tokenizers imports torchtune.
+# What the kit has under torchtune's names; torchtune itself is never imported.
 _COSINE = "get_cosine_schedule_with_warmup"
 OWN_COMPONENTS = {
     f"torchtune.training.lr_schedulers.{_COSINE}": f"trainer.schedule.{_COSINE}",
     "torchtune.datasets.text_completion_dataset": "trainer.data.instructions.Texts",
 } | {
     f"torchtune.datasets.{name}_dataset": f"trainer.data.instructions.{name}_dataset"
-    for name in ("alpaca", "chat", "instruct")
+    for name in ("alpaca", "alpaca_cleaned", "chat", "instruct")
 }
-COMPONENT_PACKAGES = ("torch", "torchtune", "torchao", "trainer", "transformers", "bitsandbytes")
+COMPONENT_PACKAGES = ("torch", "torchao", "trainer", "transformers", "bitsandbytes")
 # Names packages and modules of the user's own, separated by commas, whose components are allowed
 # too. It is set in the user's shell: a recipe, which may be a stranger's, cannot set it.
 OWN_PACKAGES = "COOKBOOK_COMPONENTS"
@@ -200,8 +199,15 @@ def _notes(content: dict[str, Any], method: type[TrainConfig]) -> Iterator[str]:
 def refused_path(place: str, dotted: str) -> str | None:
     """Why the dotted path that a config names at `place` may not be imported; None if it may."""
     own = os.environ.get(OWN_PACKAGES, "").replace(",", " ").split()
-    if dotted.startswith(tuple(f"{name}." for name in (*COMPONENT_PACKAGES, *own))):
+    allowed = tuple(f"{name}." for name in (*COMPONENT_PACKAGES, *own))
+    if OWN_COMPONENTS.get(dotted, dotted).startswith(allowed):
         return None
+    if dotted.startswith("torchtune."):
+        known = [name for name in OWN_COMPONENTS if name.startswith(dotted[:19])]
+        return (
+            f"{place}: the kit's trainer has no {dotted}{nearest(dotted, known)}; torchtune's own "
+            "programs have it, such as entry: torchtune:full_finetune_distributed"
+        )
     return (
         f"{place}: {dotted!r} is not allowed; it must begin with one of "
         f"{'., '.join(COMPONENT_PACKAGES)}., or with a package of yours that the variable "

@@ -2,7 +2,7 @@
 
     python -m trainer.describe [--into FOLDER] [MODEL ...]
 
-MODEL is a train.yaml, a model folder, a config.json, or one of torchtune's builders. A model is
+MODEL is a train.yaml, a model folder, a config.json, or the dotted path of a builder. A model is
 built on the meta device, and one forward pass without data shows what goes into each layer. Prints
 a line of JSON for each, a `runspec.shape.Shape`; with --into writes it to a file in FOLDER. Without
 MODEL the descriptions in configs/descriptions are made again, with one for each config.json in
@@ -23,7 +23,6 @@ import torch
 from torch import nn
 
 from runspec import description, shape
-from runspec.files import read_json
 from trainer.config import read_yaml
 from trainer.errors import ConfigError
 from trainer.layers import delta
@@ -303,16 +302,13 @@ def subjects(given: list[str]) -> Iterator[description.Subject]:
         if path.suffix == ".yaml":
             content = read_yaml(path)
             folder = (content.get("checkpointer") or {}).get("checkpoint_dir")
-            yield description.Subject(content["model"], Path(folder) if folder else None)
+            yield description.Subject(content.get("model") or {}, Path(folder) if folder else None)
         elif path.exists():
             folder = path if path.is_dir() else path.with_suffix("")
             yield description.Subject({}, folder)
         else:
             yield description.Subject({"_component_": name}, None)
     if not given:
-        for file in sorted(description.SHIPPED.glob("*.json")):
-            if isinstance(model := read_json(file)["of"], dict):
-                yield description.Subject(model, None)
         for file in sorted(description.PUBLISHED.glob("*.json")):
             yield description.Subject({}, file.with_suffix(""))
         for file in sorted(description.FROM_SCRATCH.glob("*/config.json")):
@@ -338,8 +334,8 @@ def main(arguments: list[str]) -> int:
         if place is None:
             print(json.dumps(described))
         else:
-            versions = {"transformers", "torchtune"}
-            subject.keep(place, described, {n: importlib.metadata.version(n) for n in versions})
+            version = importlib.metadata.version("transformers")
+            subject.keep(place, described, {"transformers": version})
             kept.add(subject.file_name)
     if not (chosen.model or chosen.into or failed):
         # What a config.json was before.

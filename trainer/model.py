@@ -1,7 +1,7 @@
 """What the rest of the trainer may ask of a model, whatever library its layers come from.
 
-A source of models provides subclasses of `Decoder`: models/torchtune makes them from torchtune's
-builders, and a component of your own may be one (docs/models.md, "Your own model").
+models/transformers makes a subclass of `Decoder` of the class that a model folder names; a
+component of your own may be one too (docs/models.md, "Your own model").
 """
 
 from abc import ABC, abstractmethod
@@ -106,7 +106,7 @@ class Decoder(nn.Module, ABC):
     blocks: nn.ModuleList
     # What the log calls it; None for the component that made it.
     title: str | None = None
-    # transformers' model_type, or the module of torchtune's builder.
+    # transformers' model_type.
     family: str = ""
     # The kind of its adapter; None if all weights are trained.
     adapter: "AdapterKind | None" = None

@@ -49,12 +49,6 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--budget-s", type=float, help="seconds for everything (255, 400)")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
     parser.add_argument("--work", type=Path, help="folder for models and runs: 20 GB for speed")
-    parser.add_argument(
-        "--peft-python",
-        default=sys.executable,
-        metavar="INTERPRETER",
-        help="runs transformers with PEFT, if the PEFT of this environment cannot be imported",
-    )
     return parser
 
 

@@ -81,7 +81,6 @@ def write(call: Call, name: str, case: Case, device: str, dtype: str) -> Path:
         workload=case.name,
         method=case.method,
         model={},
-        model_type="LLAMA3",
         device=device,
         dtype=dtype,
         sequence=256,
@@ -177,13 +176,7 @@ def resume(call: Call, name: str) -> None:
         asked = [str(killed / "export"), "What is Slurm used for?", "--max-new-tokens", "24"]
         found = call.start("trainer.generate", asked, RUN_S, killed / "generated", device)
         call.record("generate", ok=found["status"] == 0, **found)
-        command = [
-            call.options.peft_python,
-            "-m",
-            "benchmarks.one_gpu.exports",
-            str(killed),
-            device,
-        ]
+        command = [sys.executable, "-m", "benchmarks.one_gpu.exports", str(killed), device]
         found = call.run(command, RUN_S, killed / "read")
         call.record("export by transformers and PEFT", ok=found["status"] == 0, **found)
 

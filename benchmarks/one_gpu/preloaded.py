@@ -6,7 +6,6 @@ for name in (
     "plugins.rl.grpo",
     "tests.trainer.models.transformers_cases",
     "torch.utils.tensorboard",
-    "torchtune.datasets",
     "trainer.checkpoint.export",
     "trainer.generate",
     "trainer.methods.sft",

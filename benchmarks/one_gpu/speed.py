@@ -112,7 +112,6 @@ def _options(call: Call, part: Part) -> Any:
         [
             *("--workload", f"{model}_{part.method}"),
             *("--peers", *part.engines),
-            *("--python", f"transformers={call.options.peft_python}"),
             *("--device", call.options.device),
             *("--documents", part.documents),
             *("--steps", str(TINY_STEPS if call.options.tiny else STEPS)),

@@ -43,7 +43,7 @@ class Job:
 
     folder: input of all engines, written by `workloads.prepare`.
     out: the engine's own folder, for its output and result.json.
-    model: the `model` block of a torchtune config; without _component_ torchtune has no builder.
+    model: the `model` block of a recipe.
     targets: the layers with adapters, by the last parts of their names.
     documents: packed (several per row) or whole (one, which fills its row).
     settings: changes to the engine's defaults, under the engine's own names.
@@ -54,7 +54,6 @@ class Job:
     workload: str
     method: str
     model: dict[str, Any]
-    model_type: str
     device: str
     dtype: str
     sequence: int

@@ -1,8 +1,4 @@
-"""This project's trainer, started as in a job: it reads train.yaml and writes metrics.jsonl.
-
-The setting source=transformers takes the layers from transformers' code, where the default is the
-builder of torchtune that the job names.
-"""
+"""This project's trainer, started as in a job: it reads train.yaml and writes metrics.jsonl."""
 
 import json
 import subprocess
@@ -34,10 +30,7 @@ def train_config(job: Job, out: Path) -> dict[str, Any]:
             "path": str(job.model_folder),
             "max_seq_len": job.sequence,
         },
-        "checkpointer": {
-            "checkpoint_dir": str(job.model_folder),
-            "model_type": job.model_type,
-        },
+        "checkpointer": {"checkpoint_dir": str(job.model_folder)},
         "dataset": {
             "_component_": "torchtune.datasets.text_completion_dataset",
             "source": "json",
@@ -68,11 +61,6 @@ def train_config(job: Job, out: Path) -> dict[str, Any]:
         "log_every_n_steps": 1,
     }
     settings = dict(job.settings)
-    if settings.pop("source", None) == "transformers":
-        named = ("lora_rank", "lora_alpha", "lora_modules", "quantize_base")
-        config["model"] = {key: job.model[key] for key in named if key in job.model}
-        if job.method != "full":
-            config["model"].setdefault("lora_modules", list(job.targets))
     for key, value in settings.items():
         # All engines take true or false under this name.
         if key == "activation_checkpointing" and isinstance(value, bool):

@@ -5,10 +5,13 @@ distributed recipes call functions that torch has for GPUs only; for a CPU these
 """
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.data import Dataset
 
 from benchmarks.peers import engine
@@ -57,6 +60,69 @@ class StepLogger:
         """torchtune calls this at the end; there is nothing to close."""
 
 
+def hf_config(job: Job) -> dict[str, Any]:
+    """The content of the model's config.json."""
+    content: dict[str, Any] = json.loads((job.model_folder / "config.json").read_text())
+    return content
+
+
+def builder(job: Job) -> dict[str, Any]:
+    """The `model` block of torchtune's Llama 3 with the sizes of config.json."""
+    known = hf_config(job)
+    family = "llama3_2" if known["tie_word_embeddings"] else "llama3_1"
+    block: dict[str, Any] = {
+        "_component_": f"torchtune.models.{family}.{'lora_' * (job.method != 'full')}{family}",
+        "vocab_size": known["vocab_size"],
+        "num_layers": known["num_hidden_layers"],
+        "num_heads": known["num_attention_heads"],
+        "num_kv_heads": known["num_key_value_heads"],
+        "embed_dim": known["hidden_size"],
+        "intermediate_dim": known["intermediate_size"],
+        "max_seq_len": known["max_position_embeddings"],
+        "rope_base": int(known["rope_theta"]),
+        "norm_eps": known["rms_norm_eps"],
+        "scale_factor": int(known["rope_scaling"]["factor"]),
+    }
+    if job.method != "full":
+        block |= {
+            "lora_attn_modules": ["q_proj", "k_proj", "v_proj", "output_proj"],
+            "apply_lora_to_mlp": True,
+            "apply_lora_to_output": False,
+            "lora_rank": job.lora_rank,
+            "lora_alpha": job.lora_alpha,
+            "lora_dropout": 0.0,
+        }
+    return block | ({"quantize_base": True} if job.method == "qlora" else {})
+
+
+# torchtune's names of the layers that have adapters, by the last parts of transformers'.
+LAYERS = {
+    "q_proj": "attn.q_proj",
+    "k_proj": "attn.k_proj",
+    "v_proj": "attn.v_proj",
+    "o_proj": "attn.output_proj",
+    "gate_proj": "mlp.w1",
+    "up_proj": "mlp.w3",
+    "down_proj": "mlp.w2",
+}
+
+
+def fill_adapter(model: torch.nn.Module, folder: Path) -> None:
+    """Give torchtune's LoRA the matrices of a new adapter in PEFT's form."""
+    found = load_file(folder / "adapter_model.safetensors")
+    with torch.no_grad():
+        for key, value in found.items():
+            # base_model.model.model.layers.N.PART.NAME.lora_A.weight
+            parts = key.split(".")
+            if parts[7] not in ("lora_A", "lora_B"):  # torchtune computes magnitudes itself
+                continue
+            name = f"layers.{parts[4]}.{LAYERS[parts[6]]}.{parts[7].lower()}.weight"
+            parameter = model.get_parameter(name)
+            if isinstance(parameter, DTensor):
+                value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+            parameter.copy_(value)
+
+
 def recipe_config(job: Job) -> dict[str, Any]:
     """Config of a stock recipe; `job.settings` replace its top-level keys."""
     files = sorted(path.name for path in job.model_folder.glob("*.safetensors"))
@@ -66,7 +132,7 @@ def recipe_config(job: Job) -> dict[str, Any]:
         "shuffle": False,
         "device": job.device,
         "dtype": job.dtype,
-        "model": job.model,
+        "model": builder(job),
         "tokenizer": {
             "_component_": "trainer.data.tokenizers.hugging_face_tokenizer",
             "path": str(job.model_folder),
@@ -77,7 +143,7 @@ def recipe_config(job: Job) -> dict[str, Any]:
             "checkpoint_dir": str(job.model_folder),
             "checkpoint_files": files,
             "output_dir": str(Path(job.out) / "run"),
-            "model_type": job.model_type,
+            "model_type": "LLAMA3_2" if hf_config(job)["tie_word_embeddings"] else "LLAMA3",
         },
         "resume_from_checkpoint": False,
         "save_adapter_weights_only": True,
@@ -125,7 +191,7 @@ def run(job: Job) -> dict[str, Any]:
     """Train with the stock recipe, without the checkpoint at its end."""
     from omegaconf import OmegaConf
 
-    if "_component_" not in job.model:
+    if hf_config(job)["model_type"] != "llama":
         raise engine.Skip("it has no builder for this model")
     if not job.setting("flex", True):
         _without_flex_attention()
@@ -142,11 +208,8 @@ def run(job: Job) -> dict[str, Any]:
     recipe = stock_recipe(*RECIPES[method, distributed])(cfg=config)
     recipe.setup(cfg=config)
     if method == "lora":
-        from trainer.checkpoint.weights import initialise_adapter
-        from trainer.layers.adapters.lora import LoRA
-
         # torchtune initialises the adapter from the global random state; all engines need the same.
-        initialise_adapter(recipe._model, job.seed, LoRA({}))
+        fill_adapter(recipe._model, job.adapter_folder)
     recorder = Recorder(job)
     recipe._metric_logger = StepLogger(recorder)
     # The distributed full recipe saves through its checkpoint client.

@@ -44,7 +44,7 @@ def _weights(context: Context) -> list[Finding]:
             remedy = "put the config.json of the model there, or set checkpointer.checkpoint_dir="
             return [failed("model", f"{folder / 'config.json'} {why}", remedy)]
         return [ok("model", f"{folder}: config.json; its weights are drawn by the seed")]
-    complete = context.recipe.entry.checked == "complete"
+    complete = context.recipe.entry.method is not None
     names = checkpoint_files(checkpointer)
     if not names:
         if not (complete or any(folder.glob("*.safetensors"))):

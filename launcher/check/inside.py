@@ -107,8 +107,8 @@ def _needs(recipe: Recipe) -> list[str]:
         return ["torch", *wanted]
     if entry.engine:
         return list(dict.fromkeys(["torch", entry.engine, *wanted]))
-    known = entry.checked == "complete" or entry.purpose == "evaluate"
-    return [*["trainer", "torch"] * known, *wanted]
+    known = entry.method or entry.purpose == "evaluate"
+    return [*["trainer", "torch"] * bool(known), *wanted]
 
 
 def _wanted(recipe: Recipe) -> list[str]:

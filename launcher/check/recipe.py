@@ -22,7 +22,7 @@ _HUB_TOKEN = re.compile(r"hf_[A-Za-z0-9]{20,}")
 
 # What the samples depend on.
 _OF_SAMPLES = ("dataset", "dataset_val", "tokenizer", "checkpointer", "rewards")
-# Of python -m trainer.check.
+# The options of python -m trainer.check.
 Options = tuple[str, ...]
 
 
@@ -33,7 +33,7 @@ def layout(context: Context) -> Iterable[Finding]:
     entry = context.recipe.entry
     if fault := entry.layout_fault(context.recipe.config, resources.world_size):
         return [failed("layout", fault, "change it, --nodes or --gpus-per-node")]
-    if entry.checked != "complete":
+    if entry.method is None:
         return [ok("layout", shape)]
     try:
         split = Layout.of(config, resources.world_size, resources.gpus_per_node)
@@ -132,8 +132,8 @@ def script(context: Context) -> Iterable[Finding]:
 
 def components(context: Context) -> Iterable[Finding]:
     """Ask the trainer, in the jobs' environment, if the recipe's components exist and fit."""
-    if not context.recipe.entry.checked:
-        raise Skipped("the script is your own")
+    if context.recipe.entry.method is None:
+        raise Skipped("it is no recipe of the kit's trainer")
     if not context.prepared:
         raise Skipped("the model is made at submission")
     config, options = _question(context)
@@ -156,7 +156,7 @@ def ask_ahead(contexts: Iterable[Context], answers: dict[str, dict[str, Any]]) -
     """
     questions: dict[Options, dict[str, dict[str, Any]]] = {}
     for context in contexts:
-        if context.recipe.entry.checked and context.prepared:
+        if context.recipe.entry.method and context.prepared:
             config, options = _question(context)
             questions.setdefault(options, {})[_key(config, options)] = config
     for options, asked in questions.items():
@@ -185,10 +185,8 @@ def ask_for_samples(
 
 def _question(context: Context) -> tuple[dict[str, Any], Options]:
     """Return the config that the trainer is asked about, and the options that say for what."""
-    recipe = context.recipe
+    recipe, method = context.recipe, context.recipe.entry.method
     config = recipe.train_config(context.cluster.root, "run")
-    if recipe.entry.method is None:
-        return config, ("--stock",)
     # As in a run's directory: what a run needs may have to be there already.
     cache = config.get("data_cache_dir") or str(runs_root(context.cluster.root) / DATA_CACHE)
     config = {**config, "data_cache_dir": cache}
@@ -196,7 +194,7 @@ def _question(context: Context) -> tuple[dict[str, Any], Options]:
     with contextlib.suppress(LayoutError):
         layout = Layout.of(config, context.resources.world_size)
         config = {**config, "data_parallel_shard_dim": layout.shard}
-    return config, ("--objective", recipe.entry.method.objective)
+    return config, ("--objective", method.objective if method else "")
 
 
 def _key(config: dict[str, Any], options: Options) -> str:

@@ -15,7 +15,7 @@ SMALL_BYTES = 100e6
 
 def counted(context: Context) -> Iterable[Finding]:
     """Tokenise the first samples of files that are small enough to take no time."""
-    if context.recipe.entry.checked != "complete":
+    if context.recipe.entry.method is None:
         raise Skipped("the kit's trainer does not read the data")
     _check_readable(context)
     _check_small(context, _paths(context))
@@ -32,7 +32,7 @@ def read(context: Context, count: int) -> tuple[list[Finding], list[dict[str, An
     UsageFault if the recipe's entry is not the kit's trainer.
     """
     recipe = context.recipe
-    if recipe.entry.checked != "complete":
+    if recipe.entry.method is None:
         raise UsageFault(
             f"--samples: {recipe.name} starts {recipe.entry_name}, and only data of the kit's own "
             "trainer can be shown: leave --samples out"

@@ -254,7 +254,7 @@ def _planned(
         _recipe(run, each, executor)
         for each in (replace(changes, overrides=(), options={}), changes)
     )
-    if before.entry.checked == "complete" and files.checkpoint_steps(run.path):
+    if before.entry.method and files.checkpoint_steps(run.path):
         wanted, now = _samples_per_step(before, changes), _samples_per_step(after, changes)
         given = {override.key_of(text) for text in changes.overrides}
         if wanted != now and given.isdisjoint(_BATCH):

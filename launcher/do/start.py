@@ -39,7 +39,7 @@ _GPUS = (1, 2, 4, 8)
 _NEW_TOKENS = 256
 # Samples that are printed.
 _SHOWN = 3
-_BASES = ("hub_lora", "hub_qlora")
+_BASES = ("lora", "qlora")
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class _Drafts:
     site: Site
 
     def text(self, settings: _Settings) -> str:
-        method = {"hub_lora": "LoRA", "hub_qlora": "QLoRA"}[settings.base]
+        method = {"lora": "LoRA", "qlora": "QLoRA"}[settings.base]
         title = f"{self.values['goal']}{method} of {self.model} on {self.path.stem}"
         return render.template("start.yaml.j2").render(**vars(settings), **self.values, title=title)
 

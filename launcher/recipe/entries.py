@@ -26,7 +26,6 @@ def method(module: str, config: type[TrainConfig]) -> Entry:
     return Entry(
         keys={**COMMON, **config.keys()},
         module=module,
-        checked="complete",
         method=config,
         companion=config.companion,
         can_profile=True,

@@ -193,7 +193,9 @@ def _own_inputs(
         named = [option for option, name in (("--data", data), ("--model", model)) if name]
         message = f"{path.name} starts {entry}, which has keys of its own: leave it out"
         return Inputs(), [f"{each}: {message}" for each in named]
-    return own.use(config, overrides, data, model, method_of(config.get("model") or {}))
+    block = config.get("model")
+    before = torchtune.normalised_model(block if isinstance(block, dict) else {})
+    return own.use(config, overrides, data, model, method_of(before))
 
 
 def _method(config: Content) -> type[TrainConfig] | None:
@@ -224,8 +226,7 @@ def _add_dependencies(config: dict[str, Any], entry: Entry) -> None:
     named = {venv.required(str(each)) for each in own or []}
     missing = [each for each in entry.dependencies if venv.required(each) not in named]
     shared = not given or given.get("pins", entry.pins)
-    installed = {venv.plain_name(name) for name in venv.packages()} if shared else set()
-    if not installed.issuperset(map(venv.required, missing)):
+    if not (shared and all(map(venv.has, missing))):
         wanted = [*missing, *(own or [])]
         config["environment"] = {"pins": entry.pins, **given, "dependencies": wanted}
 

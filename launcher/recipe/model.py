@@ -53,10 +53,7 @@ class Entry:
     per_node: bool = False
     # Its recipes may hold keys that are not in keys.
     other_keys: bool = False
-    # What trainer.check looks at: "complete", the whole config with layout and weights;
-    # "components", only that they exist and take their arguments; "".
-    checked: str = ""
-    # The config of a training method of the kit's trainer.
+    # The config of a training method of the kit's trainer, which trainer.check looks at.
     method: type[TrainConfig] | None = None
     # MODULE:CLASS of what the supervisor calls beside its ranks (slurm/companion.py), or "".
     companion: str = ""

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import UsageFault
-from launcher.recipe import override
+from launcher.recipe import override, torchtune
 from launcher.recipe.model import Inputs
 from runspec import prepared
-from runspec.adapters import KINDS, LORA, OF_LORA, TORCHTUNE_RANK
+from runspec.adapters import KINDS, LORA
 from runspec.keys.fields import FILE_SOURCES
 from runspec.keys.key import Fault
 from runspec.keys.model import TRANSFORMERS
@@ -22,8 +22,6 @@ FOLDERS_TOKENIZER = {
 _HUB_NAME = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?"
 # What a dataset block says of rows, wherever these come from.
 _OF_ROWS = ("packed", "split_across_pack")
-# The keys of an adapter that every model takes.
-_OF_ADAPTERS = ("lora_rank", "lora_alpha", "lora_dropout", "use_dora", "quantize_base", *OF_LORA)
 
 
 def use(
@@ -160,15 +158,11 @@ def _use_model(config: dict[str, Any], name: str, method: str) -> str:
             f"--model {name} is no folder, and no ORGANISATION/NAME of the Hugging Face Hub: give "
             "one of these, such as Qwen/Qwen3-8B"
         )
-    before = _block(config, "model")
-    model: dict[str, Any] = {"_component_": TRANSFORMERS}
-    kind = KINDS.get(method.removeprefix("q"), LORA)
-    if kind.keys != LORA.keys:
-        kept = ("adapter", "quantize_base", *kind.keys)
-        model |= {key: before[key] for key in kept if key in before}
-    elif method != "full":
-        model |= {"lora_rank": TORCHTUNE_RANK} | {k: before[k] for k in _OF_ADAPTERS if k in before}
-        model |= {"quantize_base": True} if method.startswith("q") else {}
+    before = torchtune.normalised_model(_block(config, "model"))
+    kept = ("adapter", "quantize_base", *KINDS.get(method.removeprefix("q"), LORA).keys)
+    # lora_modules has names of the other model's layers.
+    named = {k: before[k] for k in kept if k in before and k != "lora_modules"}
+    model = {"_component_": TRANSFORMERS, **(named if method != "full" else {})}
     length = _block(config, "tokenizer").get("max_seq_len")
     config["model"], config["checkpointer"] = model, checkpointer
     config["tokenizer"] = FOLDERS_TOKENIZER | ({"max_seq_len": length} if length else {})

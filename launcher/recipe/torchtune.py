@@ -1,4 +1,8 @@
-"""torchtune's spellings, recipes and configs, which are read: importing it would import torch."""
+"""torchtune's language: its keys, builders, recipes and configs are read, and it is not imported.
+
+The kit's trainer has one spelling of each thing. A model builder means the model in the recipe's
+folder, with the adapter that the builder adds; a tokenizer means that of the folder.
+"""
 
 import ast
 import os
@@ -6,12 +10,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import chain
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from launcher.errors import RecipeFault
 from launcher.venv import packages, site_packages
-from runspec.adapters import own_adapters
 
 # What the method sft does in the place of these recipes, for the models that it builds.
 _OURS = re.compile(r"(full|lora)_finetune_(single_device|distributed)")
@@ -31,10 +34,19 @@ SPELLINGS = {
     "activation_checkpointing": ("enable_activation_checkpointing", "ac_mode", "ac_option"),
     "fsdp_cpu_offload": ("fsdp",),
 }
-KEYS = frozenset(("fsdp.cpu_offload", *chain.from_iterable(SPELLINGS.values())))
-# The kit's component, and torchtune's names of the same: the losses', after its last release.
+# Its keys of LoRA, which `normalised_model` reads.
+_OF_BUILDERS = ("lora_attn_modules", "apply_lora_to_mlp", "apply_lora_to_output", "use_dora")
+KEYS = frozenset(
+    (
+        "fsdp.cpu_offload",
+        *chain.from_iterable(SPELLINGS.values()),
+        *(f"model.{key}" for key in _OF_BUILDERS),
+    )
+)
+# The kit's component, and torchtune's names of the same.
 _COMPONENTS = {
     "trainer.layers.loss.LinearCrossEntropy": (
+        "torchtune.modules.loss.CEWithChunkedOutputLoss",
         "torchtune.modules.loss.LinearCrossEntropyLoss",
         "torchtune.modules.loss.cross_entropy_loss.LinearCrossEntropyLoss",
     ),
@@ -67,23 +79,106 @@ def normalise(config: dict[str, Any]) -> None:
     if option is not None and mode in (None, "selective"):
         mode = int(option) if str(option).isdigit() else option
     _take(config, "activation_checkpointing", mode)
-    if isinstance(model := config.get("model"), dict):
-        _normalise_adapter(model)
+    if isinstance(config.get("model"), dict):
+        config["model"] = normalised_model(config["model"])
+    if isinstance(block := config.get("tokenizer"), dict):
+        config["tokenizer"] = _normalised_tokenizer(block)
     for block in config.values():
         named = block.get("_component_") if isinstance(block, dict) else None
         for ours in (key for key, theirs in _COMPONENTS.items() if named in theirs):
             block["_component_"] = ours
 
 
-def _normalise_adapter(model: dict[str, Any]) -> None:
-    """A builder of a base in 4 bits is that of LoRA with a key; only builders have `use_dora`."""
-    module, _, builder = str(model.get("_component_") or "").rpartition(".")
-    if module.startswith("torchtune.") and builder.startswith("qlora_"):
-        model["_component_"] = f"{module}.{builder.removeprefix('q')}"
+# torchtune.models.FAMILY.BUILDER; a builder of a base in 4 bits is that of LoRA with a key.
+_BUILDER = re.compile(r"torchtune\.models\.(\w+)\.(?:_\w+\.)?(q?lora_)?\w+")
+_TOKENIZER = re.compile(r"torchtune\.models\.(\w+)\.(?:_\w+\.)?\w*tokenizer")
+# What a builder of LoRA has if a recipe gives no values.
+_OF_LORA = {"lora_rank": 8, "lora_alpha": 16}
+# transformers' names of torchtune's layers.
+_LAYERS = {"output_proj": "o_proj", "output": "lm_head", "tok_embeddings": "embed_tokens"}
+_ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+# Phi's layers hold several of these.
+_OF_PHI = dict.fromkeys(_ATTENTION[:3], "qkv_proj") | dict.fromkeys(_MLP[:2], "gate_up_proj")
+
+
+def normalised_model(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a `model` block without torchtune's builder: the model is that of the folder."""
+    model = dict(model)
+    built = _BUILDER.fullmatch(str(model.get("_component_") or ""))
+    family, prefix = built.groups() if built else ("", None)
+    if built:
+        del model["_component_"]
+    if prefix:
+        for key, value in _OF_LORA.items():
+            _take(model, key, value)
+    if prefix == "qlora_":
         _take(model, "quantize_base", True)
-    dora = own_adapters(model) and model.pop("use_dora", None)
+    attention, mlp, output, dora = (model.pop(key, None) for key in _OF_BUILDERS)
     if dora and model.get("adapter") in (None, "lora"):
         model["adapter"] = "dora"
+    if isinstance(saved := model.get("modules_to_save"), list):
+        model["modules_to_save"] = [_LAYERS.get(str(name), name) for name in saved]
+    if attention is None and not (mlp or output):
+        return model
+    if not isinstance(attention or [], list):
+        return model | {"lora_modules": attention}
+    wanted = [_LAYERS.get(str(name), name) for name in attention or []]
+    wanted += [*(_MLP if mlp else ()), *(["lm_head"] if output else ())]
+    # All layers of the blocks are the kit's default.
+    if {*wanted} != {*_ATTENTION, *_MLP}:
+        here = _OF_PHI if family.startswith("phi") else {}
+        _take(model, "lora_modules", [*dict.fromkeys(here.get(name, name) for name in wanted)])
+    return model
+
+
+def _turns(question: str, system: str) -> str:
+    """A chat template: `question` around each of the user's messages, `system` where one is."""
+    return (
+        "{% for message in messages %}"
+        "{% if loop.first or loop.previtem.role == 'assistant' %}{{ bos_token }}{% endif %}"
+        f"{{% if message.role == 'system' %}}{system}"
+        f"{{% elif message.role == 'user' %}}{question}"
+        "{% else %}{{ message.content }}{{ eos_token }}{% endif %}{% endfor %}"
+    )
+
+
+# The texts of torchtune's tokenizers (torchtune.models.FAMILY) for families whose folders have no
+# chat template, or one that refuses what torchtune takes. All others have the folder's.
+_LLAMA2 = _turns(
+    "[INST] {% if messages[0].role == 'system' %}<<SYS>>\n{{ messages[0].content }}\n<</SYS>>\n\n"
+    "{% endif %}{{ message.content }} [/INST] ",
+    "",
+)
+_TEMPLATES = {
+    "llama2": _LLAMA2,
+    "code_llama2": _LLAMA2,
+    "mistral": _turns(
+        "[INST] {{ message.content }} [/INST] ",
+        "{{ raise_exception('System prompts are not supported') }}",
+    ),
+    **dict.fromkeys(("gemma", "gemma2"), _turns("{{ message.content }}", "{{ message.content }}")),
+}
+
+
+def _normalised_tokenizer(block: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the block of the folder's tokenizer in the place of one of torchtune's.
+
+    Its `prompt_template` stays, as an argument that the check of components refuses.
+    """
+    named = _TOKENIZER.fullmatch(str(block.get("_component_") or ""))
+    if not named:
+        return dict(block)
+    kept = ("max_seq_len", "prompt_template", "chat_template", "chat_template_kwargs", "new_tokens")
+    # Meta's file is in a folder of its own.
+    file = PurePosixPath(str(block.get("path") or "${checkpointer.checkpoint_dir}/tokenizer.model"))
+    folder = file.parent.parent if file.parent.name == "original" else file.parent
+    made: dict[str, Any] = {
+        "_component_": "trainer.data.tokenizers.hugging_face_tokenizer",
+        "path": str(folder),
+    }
+    made |= {key: block[key] for key in kept if block.get(key) is not None}
+    _take(made, "chat_template", _TEMPLATES.get(named[1]))
+    return made
 
 
 def _take(config: dict[str, Any], key: str, value: Any) -> None:

@@ -55,9 +55,17 @@ def _compile(environment: Environment, without: str = "") -> "subprocess.Complet
     """Let uv solve the dependencies; without: a package that is left out, with what it needs."""
     argv = ["pip", "compile", "--quiet", "--no-header", "--no-annotate", "--no-strip-markers"]
     argv += ["--python", str(venv.python()), "-"]
-    if environment.pins:
-        argv += ["--constraint", str(venv.pins())]
-    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+    with (
+        tempfile.NamedTemporaryFile("w", suffix=".txt") as file,
+        tempfile.NamedTemporaryFile("w", suffix=".txt") as pins,
+    ):
+        if environment.pins:
+            # A version that is asked for takes the place of the kit's.
+            own = {venv.required(each) for each in environment.dependencies if "==" in each}
+            lines = venv.pins().read_text(encoding="utf-8").splitlines(keepends=True)
+            pins.writelines(line for line in lines if venv.required(line) not in own)
+            pins.flush()
+            argv += ["--constraint", pins.name]
         if without:
             # An override takes the place of all requirements of that name.
             file.write(f"{without}; python_version < '3'\n")

@@ -120,15 +120,21 @@ def nemo_automodel(program: str, content: Mapping[str, Any]) -> Tree:
     return Near({**known, **{key: None for key in content if key.startswith("_")}})
 
 
+def torchtune(program: str, content: Mapping[str, Any]) -> Tree:
+    """Return what the components of its blocks take; its programs look for their own keys."""
+    importlib.import_module("torchtune")
+    return Near({k: of_target(v) if isinstance(v, dict) else None for k, v in content.items()})
+
+
 def of_target(block: Mapping[str, Any]) -> Tree:
-    """Return the names that a block with _target_ may hold: the parameters of what it names."""
+    """Return the names that a block with a target may hold: the parameters of what it names."""
     inner = {key: of_target(each) for key, each in block.items() if isinstance(each, dict)}
-    target = block.get("_target_")
+    target = block.get("_target_", block.get("_component_"))
     parameters = parameters_of(target) if isinstance(target, str) else None
     if parameters is None:
         return Near(inner)
     names = [n for n, each in parameters.items() if each.kind != inspect.Parameter.VAR_KEYWORD]
-    known: Tree = {**dict.fromkeys(names), "_target_": None}
+    known: Tree = {**dict.fromkeys(names), "_target_": None, "_component_": None}
     if len(names) < len(parameters):
         return Near({**known, **inner})
     return {**known, **{key: each for key, each in inner.items() if key in known}}
@@ -185,7 +191,7 @@ def of_instance(config: Any) -> Tree:
     return {k: of_instance(v) if dataclasses.is_dataclass(v) else None for k, v in values.items()}
 
 
-_ENGINES = (trl, llamafactory, axolotl, litgpt, deepspeed, nemo_automodel, torchtitan)
+_ENGINES = (trl, llamafactory, axolotl, litgpt, deepspeed, nemo_automodel, torchtitan, torchtune)
 SCHEMAS = {each.__name__: each for each in _ENGINES}
 
 

@@ -94,9 +94,7 @@ class Ends(NamedTuple):
     @classmethod
     def of(cls, tokenizer: Any) -> "Ends":
         """Return those of a tokenizer."""
-        own: Iterable[int] = getattr(tokenizer, "ends", None) or tokenizer.stop_tokens
-        tokens = sorted({*own, tokenizer.eos_id} - {None})
-        return cls(tokens, getattr(tokenizer, "pad_id", 0))
+        return cls(sorted({*tokenizer.ends, tokenizer.eos_id} - {None}), tokenizer.pad_id)
 
 
 def _parts(model: Model) -> dict[str, weights.Parts]:

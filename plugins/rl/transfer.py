@@ -39,7 +39,7 @@ def lora_rank(config: GrpoConfig) -> int:
     model = config.model
     if adapters.name_of(model) != "lora" or adapters.is_quantised(model):
         return 0
-    return int(model.get("lora_rank") or adapters.TORCHTUNE_RANK)
+    return int(model["lora_rank"])
 
 
 def write(model: Model, config: GrpoConfig, world: World, path: Path) -> int:

@@ -17,7 +17,7 @@ class ModelKeys:
         "open block",
         "The model and its adapters. Without _component_ (or with transformers) the config.json "
         "in checkpointer.checkpoint_dir defines the model, and model.lora_rank trains adapters. "
-        "With a torchtune builder, a plain one trains all weights, and lora_* trains adapters.",
+        "A torchtune builder is read as this: its lora_* as LoRA on the folder's model.",
         {"_component_": TRANSFORMERS},
         inner=(
             Key("_component_", "text", "transformers, or a builder's dotted path.", TRANSFORMERS),
@@ -25,48 +25,29 @@ class ModelKeys:
                 "adapter",
                 "text",
                 "What is trained instead of all weights: lora, dora, ia3, prompt, prefix, or the "
-                "dotted path of an adapter of your own. Default: lora if lora_rank is set, or if "
-                "the builder is torchtune's lora_*.",
+                "dotted path of an adapter of your own. Default: lora if lora_rank is set.",
             ),
             Key(
                 "lora_modules",
                 "texts",
                 "What gets LoRA, by the last part of its name: linear layers, such as q_proj, and "
-                "lm_head; not for torchtune builders. Default: all linear layers "
-                "of the blocks.",
-            ),
-            Key(
-                "lora_attn_modules",
-                "texts",
-                "LoRA on q_proj, k_proj, v_proj, output_proj; for torchtune builders.",
-            ),
-            Key(
-                "apply_lora_to_mlp",
-                "flag",
-                "Also LoRA on the MLP layers; for torchtune builders.",
-                False,
+                "lm_head. Default: all linear layers of the blocks.",
             ),
             Key(
                 "lora_rank",
                 "positive",
-                "LoRA rank: a higher rank learns more and needs more memory. Default: 8 for "
-                "torchtune's lora_*, else no LoRA.",
+                "LoRA rank: a higher rank learns more and needs more memory. Default: no LoRA.",
             ),
             Key(
                 "lora_alpha",
                 "number",
-                "LoRA updates are scaled by lora_alpha / lora_rank. Default: 16 for torchtune's "
-                "lora_*, else twice the rank.",
+                "LoRA updates are scaled by lora_alpha / lora_rank. Default: twice the rank.",
             ),
             Key("lora_dropout", "rate", "Dropout on the input of LoRA layers.", 0.0),
             Key(
                 "modules_to_save",
                 "texts",
-                "Layers to train in full, in addition to the adapter: embed_tokens, lm_head "
-                "(torchtune's builders: tok_embeddings, output).",
-            ),
-            Key(
-                "use_dora", "flag", "DoRA, for torchtune builders; for others adapter: dora.", False
+                "Layers to train in full, in addition to the adapter: embed_tokens, lm_head.",
             ),
             Key(
                 "use_rslora",

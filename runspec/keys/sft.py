@@ -15,6 +15,6 @@ class SftConfig(TrainConfig):
 
     loss: dict[str, Any] = setting(
         "component",
-        "A cross-entropy of torch, torchtune or trainer.layers.loss; all logits never exist.",
+        "A cross-entropy of torch or trainer.layers.loss; all logits never exist.",
         {"_component_": "torch.nn.CrossEntropyLoss"},
     )

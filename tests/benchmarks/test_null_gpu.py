@@ -15,7 +15,6 @@ from benchmarks import null_gpu
 from benchmarks.null_gpu import __main__ as command
 from runspec.keys.model import TRANSFORMERS
 from tests.launcher.kit import until
-from tests.model_sizes import DEMO
 from tests.plugins.serve.test_virtual_tokens import answer
 from tests.trainer.methods.pairs import pairs_config, write_pairs
 from tests.trainer.models.transformers_cases import write
@@ -59,11 +58,10 @@ def test_the_trainer_runs_as_on_a_gpu(tmp_path: Path) -> None:
 
 
 PACKED = {"dtype": "bf16", "row_length": 96, "batch_size": 4}
-FULL: dict[str, Any] = {"_component_": "torchtune.models.llama3.llama3", **DEMO}
 LORA = {"model": lora_model(lora_dropout=0.0)}
 OFFLOADED = {"activation_checkpointing": "full", "enable_activation_offloading": True}
 QLORA = {"_component_": TRANSFORMERS, "lora_rank": 8, "lora_alpha": 16, "quantize_base": True}
-PREFIX = {**FULL, "adapter": "prefix", "num_virtual_tokens": 4}
+PREFIX = {"adapter": "prefix", "num_virtual_tokens": 4}
 # In this form it reads no norm of a parameter; torch's reads two of each.
 ADAFACTOR = {
     "_component_": "transformers.optimization.Adafactor",

@@ -7,7 +7,7 @@ import pytest
 
 from runspec.description import PUBLISHED, SHIPPED, Subject, base_of, config_file
 from runspec.shape import Shape
-from tests.model_sizes import DEMO, demo, published, with_experts
+from tests.model_sizes import demo, published, with_experts
 
 # The hub's own counts of the published models.
 PARAMETERS = {
@@ -39,7 +39,22 @@ PARAMETERS = {
     "DeepSeek-V3-bf16": 671_026_404_352,
     "gpt-oss-20b-BF16": 20_914_757_184,
     "gpt-oss-120b-BF16": 116_829_156_672,
-    # Not published: what plugins/rl/demo_sums.py makes.
+    "Llama-2-13b-hf": 13_015_864_320,
+    "Llama-2-70b-hf": 68_976_648_192,
+    "Llama-3.1-8B": 8_030_261_248,
+    "Llama-3.1-70B-Instruct": 70_553_706_496,
+    "Llama-3.2-1B-Instruct": 1_235_814_400,
+    "Llama-3.2-3B-Instruct": 3_212_749_824,
+    "Llama-3.3-70B-Instruct": 70_553_706_496,
+    "Mistral-7B-Instruct-v0.3": 7_248_023_552,
+    "Qwen2.5-0.5B-Instruct": 494_032_768,
+    "Qwen2.5-7B-Instruct": 7_615_616_512,
+    "Qwen2.5-32B-Instruct": 32_763_876_352,
+    "Qwen2.5-72B-Instruct": 72_706_203_648,
+    "gemma-2-9b-it": 9_241_705_984,
+    "phi-4": 14_659_507_200,
+    # Not published: what trainer/demo.py and plugins/rl/demo_sums.py make.
+    "demo-llama": 1_000_320,
     "demo-sums": 75_840,
 }
 # As their cards have it, in billions, of those with experts: without the embedding for gpt-oss.
@@ -111,21 +126,26 @@ def test_blocks_that_differ_are_told_apart():
 
 
 def test_a_description_is_kept_and_found_by_what_it_is_of(tmp_path):
-    shape, versions = replace(demo(), unsplit=("a reason",), wide_norms=False), {"torchtune": "1"}
-    subject = Subject({"_component_": "torchtune.models.llama3.lora_llama3", **DEMO}, None)
+    shape, versions = (
+        replace(demo(), unsplit=("a reason",), wide_norms=False),
+        {"transformers": "1"},
+    )
+    subject = Subject({"lora_rank": 8}, PUBLISHED / "demo-llama")
     subject.keep(tmp_path, shape.as_json(), versions)
     assert subject.find(tmp_path) == shape
-    fits = {("torchtune", "1")}
+    fits = {("transformers", "1")}
     assert subject.find(tmp_path, lambda *made_with: made_with in fits) == shape
     assert subject.find(tmp_path, lambda *made_with: made_with not in fits) is None
-    other = Subject(subject.model | {"num_layers": 4}, None)
+    other = Subject({}, PUBLISHED / "demo-sums")
     assert other.find(tmp_path) is None
     assert Shape.of(json.loads(json.dumps(shape.as_json()))) == shape
 
 
 def test_adapters_and_quantisation_change_no_base_model():
-    adapter = {"lora_rank": 8, "lora_attn_modules": ["q_proj"], "apply_lora_to_mlp": True}
-    base = {"_component_": "torchtune.models.llama3_1.llama3_1_8b"}
-    lora = {"_component_": "torchtune.models.llama3_1.lora_llama3_1_8b", **adapter}
-    assert base_of(lora | {"use_dora": True, "quantize_base": True}) == base
-    assert Subject(lora, None).find(SHIPPED).parameters == 8_030_261_248
+    adapter = {"lora_rank": 8, "lora_modules": ["q_proj"], "adapter": "dora", "quantize_base": True}
+    assert base_of({"_component_": "mine.model", "layers": 2, **adapter}) == {
+        "_component_": "mine.model",
+        "layers": 2,
+    }
+    found = Subject(adapter, PUBLISHED / "Llama-3.1-8B").find(SHIPPED)
+    assert found.parameters == 8_030_261_248

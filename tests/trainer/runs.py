@@ -1,6 +1,5 @@
 """Real training runs for the tests: configs, starts under torchrun, and what they leave."""
 
-import base64
 import json
 import signal
 import subprocess
@@ -18,10 +17,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from runspec.keys.key import keys_of
+from runspec.keys.model import TRANSFORMERS
 from runspec.keys.train import ModelSpec
-from tests.model_sizes import DEMO as MODEL_SIZES
 from tests.trainer.forks import ROOT as ROOT
 from tests.trainer.forks import Ranks, environment
+from trainer.demo import ARCHITECTURE, VOCAB_SIZE
 
 # Far more than a start takes, as two workers share the cores.
 START_LIMIT_S = 300
@@ -62,12 +62,12 @@ def write_config(
         "shuffle": True,
         "device": "cpu",
         "dtype": "fp32",
-        "model": {"_component_": "torchtune.models.llama3.llama3", **MODEL_SIZES},
+        "model": {},
         "tokenizer": {
             "_component_": "trainer.data.tokenizers.hugging_face_tokenizer",
             "path": str(model_folder),
         },
-        "checkpointer": {"checkpoint_dir": str(model_folder), "model_type": "LLAMA3"},
+        "checkpointer": {"checkpoint_dir": str(model_folder)},
         "dataset": {
             "_component_": "torchtune.datasets.instruct_dataset",
             "source": "json",
@@ -95,30 +95,35 @@ def write_config(
     return path
 
 
-def llama3_tokenizer(folder: Path) -> dict[str, Any]:
-    """The block of torchtune's own tokenizer, over single bytes, whose file is made in `folder`."""
-    lines = [f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256)]
-    (folder / "tokenizer.model").write_text("".join(lines))
-    component = "torchtune.models.llama3.llama3_tokenizer"
-    return {"_component_": component, "path": str(folder / "tokenizer.model")}
+# The linear layers of a block, by the last part of their names.
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def lora_model(**changes: Any) -> dict[str, Any]:
     """The model block of `write_config` with LoRA on every kind of layer."""
-    return {
-        "_component_": "torchtune.models.llama3.lora_llama3",
-        "lora_attn_modules": ["q_proj", "k_proj", "v_proj", "output_proj"],
-        "apply_lora_to_mlp": True,
-        "apply_lora_to_output": False,
-        "lora_rank": 4,
-        "lora_alpha": 8,
-        **MODEL_SIZES,
-    } | changes
+    return {"lora_rank": 4, "lora_alpha": 8} | changes
+
+
+def described(folder: Path, **settings: Any) -> Path:
+    """Put a config.json into `folder`, of the demo's model but for these settings."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {"model_type": "llama", "vocab_size": VOCAB_SIZE, **ARCHITECTURE, **settings}
+    (folder / "config.json").write_text(json.dumps(content))
+    return folder
+
+
+def empty_model(folder: Path, **block: Any) -> Any:
+    """The model of a folder's config.json without weights, with the keys of a `model` block."""
+    from trainer.models.build import empty_module
+
+    with torch.device("meta"):
+        return empty_module({"_component_": TRANSFORMERS, **block}, folder)
 
 
 def spec_of(model: dict[str, Any], **changes: Any) -> ModelSpec:
     """What a config with this model block says of the model; its other keys have their defaults."""
     keys = {name: key.default for name, key in keys_of(ModelSpec).items() if "." not in name}
+    model = {"_component_": TRANSFORMERS, **model}
     return ModelSpec(**keys | {"model": model, "tokenizer": {}, "checkpointer": {}} | changes)
 
 

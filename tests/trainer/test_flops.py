@@ -5,17 +5,17 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.trainer.layers.test_loss import CPU, LINEAR, MODELS, batch, random_model, token_loss
+from tests.trainer.layers.test_loss import CPU, OWN, batch, random_model, token_loss
 from trainer.metrics import Work, known_tflops, model_flops
 
 
 @pytest.mark.parametrize("name", ["full", "lora", "lora-output", "tied"])
 def test_they_equal_torchs_counter(name, tmp_path, model_folder, dataset):
     """3 samples of 50 tokens; only the half that is trained enters the output layer."""
-    model = random_model(MODELS[name])
+    model = random_model(name, tmp_path)
     # Every layer of a block with something trained counts alike, the first one's too.
     model.embedding.register_forward_hook(lambda _, given, output: output.requires_grad_())
-    loss = token_loss(tmp_path, model_folder, dataset, LINEAR)
+    loss = token_loss(tmp_path, model_folder, dataset, OWN)
     given = batch(0.5)
     # torch's counter has no entry for the product that is added in place.
     added = {torch.ops.aten.addmm_: lambda _, a, b, **other: 2 * a[0] * a[1] * b[1]}

@@ -1,4 +1,4 @@
-"""What imports torchtune, and what a rank does not import."""
+"""That nothing imports torchtune, and what a rank does not import."""
 
 import ast
 import json
@@ -23,10 +23,10 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-def test_only_one_folder_imports_torchtune_and_only_fp8_torchao():
+def test_nothing_imports_torchtune_and_only_fp8_torchao():
     for path in (ROOT / "trainer").rglob("*.py"):
         tops = {name.split(".")[0] for name in imported(path)}
-        assert path.parent.name == "torchtune" or "torchtune" not in tops, path
+        assert "torchtune" not in tops, path
         assert path.name == "fp8.py" or "torchao" not in tops, path
 
 
@@ -35,8 +35,9 @@ def run(code: str, *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True)
 
 
-def test_torchtunes_models_are_imported_without_a_word():
-    done = run("from trainer.models.torchtune import decoder")
+def test_models_are_imported_without_a_word():
+    """transformers imports torchao, which tells of kernels that it cannot load."""
+    done = run("from trainer.models.transformers import source")
     assert done.stdout == done.stderr == ""
 
 
@@ -64,7 +65,7 @@ sys.exit(start.main(Path(sys.argv[1]), FirstStep))
 
 
 @pytest.mark.long
-def test_only_a_recipe_that_names_torchtune_imports_it(tmp_path, model_folder):
+def test_a_rank_imports_little_once_its_data_are_tokenised(tmp_path, model_folder):
     turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
     data = tmp_path / "data.jsonl"
     data.write_text(f"{json.dumps({'messages': turns})}\n" * 20)

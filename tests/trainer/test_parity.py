@@ -1,13 +1,50 @@
 """Against what others wrote: torchtune's stock recipe, TensorBoard and its profiler tab."""
 
+import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import save_file
 
-from tests.trainer.forks import run
+from launcher.errors import CookbookError
+from launcher.recipe.environment import Environment
+from launcher.run import built
+from plugins.engines.launcher.torchtune import ENGINE
+from tests.trainer.forks import ROOT, environment
 from tests.trainer.runs import finish, lora_model, metrics, start, train, write_config
+from trainer.checkpoint import weights
+from trainer.config import load
+from trainer.models import build as models
+from trainer.parallel.world import World
+
+# The demo's model as torchtune builds it.
+SIZES = {
+    "vocab_size": 1024,
+    "num_layers": 3,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "embed_dim": 128,
+    "intermediate_dim": 512,
+    "max_seq_len": 512,
+    "rope_base": 10000,
+    "norm_eps": 1e-5,
+}
+
+
+@pytest.fixture(scope="module")
+def torchtune_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of the environment in which torchtune's programs run."""
+    own = Environment.of({"dependencies": list(ENGINE.dependencies)})
+    try:
+        return built.build(own, tmp_path_factory.mktemp("root"), print) / "bin" / "python"
+    except CookbookError as error:
+        pytest.skip(f"torchtune's environment cannot be built: {error}")
 
 
 @pytest.mark.parametrize(
@@ -15,25 +52,31 @@ from tests.trainer.runs import finish, lora_model, metrics, start, train, write_
     [
         ("full", {}),
         ("lora", {"model": lora_model()}),
-        pytest.param("lora", {"model": lora_model(use_dora=True)}, marks=pytest.mark.long),
+        pytest.param("lora", {"model": lora_model(adapter="dora")}, marks=pytest.mark.long),
     ],
     ids=["full", "lora", "dora"],
 )
-def test_loss_curve_equals_torchtunes_stock_recipe(method, model, tmp_path, model_folder, dataset):
+def test_loss_curve_equals_torchtunes_stock_recipe(
+    method, model, tmp_path, model_folder, dataset, world, torchtune_python
+):
     """One epoch of 11 steps of 2 x 2 samples.
 
     One, as the stock LoRA recipe's save on a CPU merges the adapter into the model it goes on with.
     """
+    # transformers trains no embedding of the padding token, which begins texts of the demo.
+    source = shutil.copytree(model_folder, tmp_path / "model")
+    known = json.loads((source / "config.json").read_text()) | {"pad_token_id": None}
+    (source / "config.json").write_text(json.dumps(known))
     path = write_config(
         tmp_path / "ours",
-        model_folder,
+        source,
         dataset,
         batch_size=2,
         gradient_accumulation_steps=2,
         epochs=1,
         max_steps=None,
         shuffle=False,
-        loss={"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
+        loss={"_component_": "trainer.layers.loss.LinearCrossEntropy"},
         lr_scheduler={
             "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
             "num_warmup_steps": 1,
@@ -42,17 +85,20 @@ def test_loss_curve_equals_torchtunes_stock_recipe(method, model, tmp_path, mode
     )
     train(path)
     ours = [line["loss"] for line in metrics(tmp_path / "ours")]
-    stock = stock_losses(path, tmp_path / "stock", method)
+    stock = stock_losses(torchtune_python, path, tmp_path / "stock", world)
     assert len(ours) == len(stock) == 11
     assert ours == pytest.approx(stock, abs=1e-5)
     assert ours[-1] < ours[0]
 
 
-def stock_losses(ours: Path, folder: Path, method: str) -> list[float]:
+def stock_losses(python: Path, ours: Path, folder: Path, world: World) -> list[float]:
     """The losses that the stock recipe logs for the same config."""
+    folder.mkdir()
     config = yaml.safe_load(ours.read_text())
     config |= {
         "output_dir": str(folder),
+        "model": stock_model(config["model"]),
+        "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
         "resume_from_checkpoint": False,
         "save_adapter_weights_only": False,
         "optimizer_in_bwd": False,
@@ -66,17 +112,44 @@ def stock_losses(ours: Path, folder: Path, method: str) -> list[float]:
             "filename": "losses.txt",
         },
     }
+    config["tokenizer"]["_component_"] = "tests.trainer.stock.Tokenizer"
     config["checkpointer"] |= {
         "_component_": "torchtune.training.FullModelHFCheckpointer",
         "checkpoint_files": ["model.safetensors"],
+        "model_type": "LLAMA3",
         "output_dir": str(folder),
     }
-    folder.mkdir()
+    method = "full"
+    module = models.build(load(ours), world).module
+    if module.adapter is not None:
+        method = "lora"
+        adapter, _ = module.adapter.to_peft(module, weights.hub_tensors(module), torch.float32)
+        save_file(adapter, folder / "adapter_model.safetensors")
     path = folder / "stock.yaml"
     path.write_text(yaml.safe_dump(config))
-    run("tests.trainer.stock", path, method).check_returncode()
+    subprocess.run(
+        [python, "-m", "tests.trainer.stock", path, method, folder],
+        cwd=ROOT,
+        env=environment(),
+        check=True,
+    )
     text = (folder / "losses.txt").read_text()
     return [float(value) for value in re.findall(r"loss:(\S+)", text)]
+
+
+def stock_model(block: dict[str, Any]) -> dict[str, Any]:
+    """torchtune's builder for a `model` block."""
+    if not block:
+        return {"_component_": "torchtune.models.llama3.llama3", **SIZES}
+    return {
+        "_component_": "torchtune.models.llama3.lora_llama3",
+        "lora_attn_modules": ["q_proj", "k_proj", "v_proj", "output_proj"],
+        "apply_lora_to_mlp": True,
+        "lora_rank": block["lora_rank"],
+        "lora_alpha": block["lora_alpha"],
+        "use_dora": block.get("adapter") == "dora",
+        **SIZES,
+    }
 
 
 @pytest.mark.long

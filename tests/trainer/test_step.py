@@ -112,7 +112,7 @@ COMPILED: dict[str, tuple[dict[str, Any], int]] = {
     "full": (VALIDATED | {"gradient_accumulation_steps": 2, "batch_size": 3}, 4),
     "full-by-operation": ({"activation_checkpointing": "op"}, 2),
     "dora-masters": (
-        {"model": lora_model(use_dora=True), "master_weights": "fp32", "dtype": "bf16"},
+        {"model": lora_model(adapter="dora"), "master_weights": "fp32", "dtype": "bf16"},
         3,
     ),
     # One length, all lengths.

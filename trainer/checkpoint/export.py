@@ -68,18 +68,13 @@ def export(model: Model, config: TrainConfig, world: World) -> Path:
         write_model(model, config, temporary, world)
     if model.module.adapter is not None:
         write_adapter(model.module.adapter, model, config, temporary / files.ADAPTER, world)
-        if any(own.adapters and not own.transposed for _, own in experts.layers(model.module)):
-            world.say(
-                f"note: {files.EXPORT}/{files.ADAPTER} holds experts in the layout of PEFT 0.18; "
-                "0.19 and later have another and refuse it: take peft<0.19, or the merged model"
-            )
     world.on_main(lambda: publish.finish(temporary, final, "replace", flush=True))
     return final
 
 
 def _prepare(final: Path, config: TrainConfig, model: Model) -> None:
     temporary = publish.begin(final, alone=True)
-    # It may come from another folder than the model. The path of torchtune's is that of a file.
+    # It may come from another folder than the model.
     tokenizer = Path(str(config.tokenizer.get("path") or config.model_folder))
     if not (tokenizer / "tokenizer.json").is_file():
         tokenizer = config.model_folder

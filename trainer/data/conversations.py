@@ -10,7 +10,6 @@ from typing import Any
 from runspec.files import parse_json
 from trainer.data.marks import REASONING
 from trainer.data.rows import Rows
-from trainer.data.tokenizers import HuggingFaceTokenizer
 from trainer.errors import ConfigError
 from trainer.layers.batch import IGNORE_INDEX
 
@@ -26,7 +25,7 @@ class Chats(Rows):
     """Conversations, tokenised when they are read: samples with `tokens` and `labels`.
 
     Args:
-        tokenizer: of the model's folder, or torchtune's.
+        tokenizer: of the model's folder.
         read: a row's turns, as a chat template takes them.
         train_on: "all" answers, or the "last" one; without those of the weight 0.
         train_on_input: train the other turns as well.
@@ -103,43 +102,17 @@ def with_system(turns: Turns, system: str | None) -> Turns:
     return [own, *(turn for turn in turns if turn["role"] != "system")]
 
 
-class Message:
-    """A turn as torchtune's tokenizers and prompt templates read it (torchtune.data.Message)."""
-
-    ipython, eot, contains_media = False, True, False
-
-    def __init__(self, role: str, content: str, masked: bool) -> None:
-        self.role, self.text_content, self.masked = role, content, masked
-        self.content = [{"type": "text", "content": content}]
-
-
 def labelled(
     tokenizer: Any, turns: Turns, trained: list[int], tools: list[dict[str, Any]] | None = None
 ) -> dict[str, list[int]]:
     """A conversation as `tokens` and `labels`.
 
     Args:
-        tokenizer: of the model's folder, or torchtune's, which are called with its messages.
         turns: {role, content}.
         trained: which turns are trained.
         tools: the schemas of the tools.
-
-    Raises:
-        ConfigError: a turn has what torchtune's tokenizers do not know.
     """
-    if isinstance(tokenizer, HuggingFaceTokenizer):
-        tokens, mask = tokenizer.tokenize_turns(turns, trained, tools)
-    else:
-        for number, turn in enumerate(turns, 1):
-            if more := sorted(turn.keys() - {"role", "content"}):
-                raise ConfigError(
-                    f"message {number} ({turn['role']}) has {more[0]}, which torchtune's "
-                    "tokenizers do not know; leave the tokenizer block out, so that the model "
-                    "folder's chat template is used"
-                )
-        own = [Message(**turn, masked=i not in trained) for i, turn in enumerate(turns)]
-        made = tokenizer({"messages": own})
-        tokens, mask = made["tokens"], made["mask"]
+    tokens, mask = tokenizer.tokenize_turns(turns, trained, tools)
     labels = [IGNORE_INDEX if masked else token for token, masked in zip(tokens, mask, strict=True)]
     return {"tokens": tokens, "labels": labels}
 

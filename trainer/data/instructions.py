@@ -6,6 +6,7 @@ torchtune's configs are read as they are and torchtune itself is not imported.
 
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from trainer.data.conversations import Chats, Turns, conversation_dataset
@@ -111,6 +112,9 @@ def alpaca_dataset(
         return _question_and_answer(prompt, answer)
 
     return Chats(tokenizer, read, train_on_input=train_on_input, source=source, **options)
+
+
+alpaca_cleaned_dataset = partial(alpaca_dataset, source="yahma/alpaca-cleaned")
 
 
 def chat_dataset(

@@ -65,7 +65,7 @@ class Spans:
         else:
             raise ConfigError(
                 "tokenizer: the chat template changes texts, so that the answers cannot be found; "
-                "leave this conversation out, or use the model's torchtune tokenizer"
+                "leave this conversation out, or set another tokenizer.chat_template"
             )
         self.left_out = self._left_out()
 

@@ -1,4 +1,4 @@
-"""A torchtune model tokenizer over a Hugging Face folder, with the model's own chat template."""
+"""The tokenizer of a Hugging Face folder, with the model's own chat template."""
 
 import json
 import math
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 # Templates that ask for today's date get this one, so that a resumed run sees the same tokens.
 TEMPLATE_DATE = datetime(2024, 7, 26)
-ROLES = {"ipython": "tool"}
 
 
 def template_text(given: str) -> str:
@@ -80,7 +79,7 @@ def write_new_tokens(block: Mapping[str, Any], folder: Path) -> None:
 
 
 class HuggingFaceTokenizer:
-    """Turns messages into tokens and a mask, as torchtune's datasets expect of a tokenizer.
+    """Turns conversations and texts into tokens, and says which of them are trained.
 
     new_ids: the ids of the tokens that were added.
 
@@ -206,36 +205,26 @@ class HuggingFaceTokenizer:
         """The text of token ids."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def tokenize_messages(self, messages: list[Any]) -> tuple[list[int], list[bool]]:
-        """Tokens of a conversation, and for each whether it is masked (not trained on).
-
-        An assistant's content and its end token are unmasked; the header before it, which the
-        template adds when it asks for an answer, is masked. A message whose `masked`
-        is True is masked whole.
-
-        Args:
-            messages: torchtune messages (role, text_content, masked).
-
-        Raises:
-            ConfigError: the template refuses the conversation, or leaves out a part of it
-                without which the rest would be wrong.
-        """
-        turns = [{"role": ROLES.get(m.role, m.role), "content": m.text_content} for m in messages]
-        return self.tokenize_turns(turns, [i for i, m in enumerate(messages) if not m.masked])
-
     def tokenize_turns(
         self,
         turns: list[dict[str, Any]],
         trained: list[int],
         tools: list[dict[str, Any]] | None = None,
     ) -> tuple[list[int], list[bool]]:
-        """As `tokenize_messages`, of turns as the chat template takes them.
+        """Tokens of a conversation, and for each whether it is masked (not trained on).
 
-        `take_left_out` then says what of them is not in the tokens.
+        An assistant's content and its end token are unmasked; the header before it, which the
+        template adds when it asks for an answer, is masked. `take_left_out` then says what of the
+        turns is not in the tokens.
 
         Args:
+            turns: as the chat template takes them.
             trained: which turns are trained.
             tools: the schemas of the tools.
+
+        Raises:
+            ConfigError: the template refuses the conversation, or leaves out a part of it
+                without which the rest would be wrong.
         """
         turns = self._as_taken(turns, tools)
         spans = Spans(self._rendered, self._encoded, self.ends, turns, tools)
@@ -259,12 +248,6 @@ class HuggingFaceTokenizer:
         """What the template left out of the last conversation; empty when asked again."""
         left_out, self._left_out = self._left_out, frozenset()
         return left_out
-
-    def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> dict[str, Any]:
-        """Replace a sample's `messages` by its `tokens` and `mask`."""
-        fields = dict(sample)
-        fields["tokens"], fields["mask"] = self.tokenize_messages(fields.pop("messages"))
-        return fields
 
     def render(
         self,
@@ -360,27 +343,28 @@ def faults(tokenizer: Any, folder: Path) -> list[str]:
     token, begin a text by the same one, and end it by one of the tokenizer's.
 
     Args:
-        tokenizer: ours or torchtune's: vocab_size, bos_id, eos_id, pad_id, stop_tokens, as far as
-            it has them.
         folder: the model's Hugging Face folder.
     """
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        return [
+            f"tokenizer: it is a {type(tokenizer).__name__}; leave the block out, so that that of "
+            "the model's folder is used"
+        ]
     known = _model_settings(folder)
     vocabulary = _rows(known)
     advice = "; give the tokenizer that belongs to checkpointer.checkpoint_dir"
-    own = {name: getattr(tokenizer, name, None) for name in ("bos_id", "eos_id", "pad_id")}
-    ends = {own["eos_id"], *(getattr(tokenizer, "stop_tokens", None) or ())} - {None}
+    own = {name: getattr(tokenizer, name) for name in ("bos_id", "eos_id", "pad_id")}
+    ends = {own["eos_id"]} - {None}
     texts = []
-    new, size = getattr(tokenizer, "new_ids", ()), getattr(tokenizer, "vocab_size", 0)
-    if isinstance(tokenizer, HuggingFaceTokenizer):
-        # Gemma 3 1B has a token for images, and no row for it. Samples that hold one are refused.
-        size = tokenizer.base_size
-        written = sorted(i for i in tokenizer.template_ids() if i >= vocabulary and i not in new)
-        if written and size <= vocabulary:
-            texts.append(
-                f"tokenizer: the chat template writes token {written[0]}, the model knows "
-                f"{vocabulary} tokens, from 0; choose another tokenizer.chat_template, or the "
-                "model's own tokenizer"
-            )
+    # Gemma 3 1B has a token for images, and no row for it. Samples that hold one are refused.
+    new, size = tokenizer.new_ids, tokenizer.base_size
+    written = sorted(i for i in tokenizer.template_ids() if i >= vocabulary and i not in new)
+    if written and size <= vocabulary:
+        texts.append(
+            f"tokenizer: the chat template writes token {written[0]}, the model knows "
+            f"{vocabulary} tokens, from 0; choose another tokenizer.chat_template, or the "
+            "model's own tokenizer"
+        )
     if size > vocabulary and not new:
         texts.append(f"tokenizer: it has {size} tokens, the model knows {vocabulary}{advice}")
     texts += [
@@ -403,7 +387,7 @@ def token_rows(tokenizer: Any, folder: Path) -> float:
 
     A model grows by the recipe's new tokens, which are the last ones.
     """
-    return math.inf if getattr(tokenizer, "new_ids", ()) else _rows(_model_settings(folder))
+    return math.inf if tokenizer.new_ids else _rows(_model_settings(folder))
 
 
 def _with_text_arguments(turn: dict[str, Any]) -> dict[str, Any]:

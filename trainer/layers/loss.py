@@ -10,7 +10,7 @@ from trainer.layers.head import Factors, through_head
 from trainer.layers.log_probs import linear_cross_entropy
 from trainer.model import Decoder
 
-SUPPORTED = ("CrossEntropyLoss", "CEWithChunkedOutputLoss", "LinearCrossEntropy")
+SUPPORTED = ("CrossEntropyLoss", "LinearCrossEntropy")
 
 
 class LinearCrossEntropy:

@@ -42,11 +42,6 @@ class RewardModelling(Objective):
                 "model.lora_modules: a reward model has a score head, which is trained whole, in "
                 "place of lm_head; leave it out"
             )
-        if config.model.get("apply_lora_to_output"):
-            texts.append(
-                "model.apply_lora_to_output: a reward model has a score head, which is trained "
-                "whole, in place of the output head; leave it out"
-            )
         return texts
 
     def loss(self, models: Models, batch: MicroBatch) -> LossSum:

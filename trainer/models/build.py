@@ -1,6 +1,5 @@
 """The model: from its config block to the meta device, over the ranks, filled from safetensors."""
 
-import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,13 +12,13 @@ import torch
 from torch import nn
 
 from runspec import tokens
-from runspec.adapters import LORA, OF_LORA, is_built_in, own_adapters
+from runspec.adapters import LORA
 from runspec.description import family_of
 from runspec.keys.model import TRANSFORMERS
 from runspec.keys.train import ModelSpec
 from trainer.checkpoint import weights
 from trainer.checkpoint.load import load
-from trainer.config import component, instantiate
+from trainer.config import instantiate
 from trainer.errors import ConfigError
 from trainer.layers import attention, fp8, linear, nf4
 from trainer.layers.adapters import base as adapters
@@ -186,10 +185,8 @@ def own_keys(block: dict[str, Any]) -> set[str]:
     Raises:
         ConfigError: there is no such kind of adapter.
     """
-    kind = adapters.kind_of(block) if own_adapters(block) else None
+    kind = adapters.kind_of(block)
     keys = LORA.keys if kind is None else kind.declared.keys
-    if not own_adapters(block):
-        keys = OF_LORA if is_built_in(block) else ()
     return {"quantize_base", "adapter", "modules_to_save", *keys}
 
 
@@ -201,9 +198,7 @@ def empty_module(
 ) -> Decoder:
     """Return the model that a `model` block names, without weights; call it on the meta device.
 
-    With `quantize_base` the weights of its blocks are NF4. torchtune's own quantised weights
-    cannot be sharded over two mesh dimensions; ours are put into what a builder makes without them,
-    which also serves the builders that have no `quantize_base`.
+    With `quantize_base` the weights of its blocks are NF4.
 
     Args:
         folder: whose config.json names the model if the block does not.
@@ -232,10 +227,12 @@ def empty_module(
             f"{tokens.KEY}: needs a model that its folder names; leave model._component_ out"
         )
     else:
-        builder = component("model", block["_component_"])
-        if "quantize_base" in inspect.signature(builder).parameters:
-            plain["quantize_base"] = False
-        model = _adopted(instantiate("model", plain), block)
+        model = instantiate("model", plain)
+        if not isinstance(model, Decoder):
+            raise ConfigError(
+                f"model: {block['_component_']} returns a {type(model).__name__}, not a "
+                "trainer.model.Decoder"
+            )
     model.family = family_of(block, folder)
     _add_adapter(model, block, kind)
     model.modules_to_save = tuple(block.get("modules_to_save") or ())
@@ -244,44 +241,19 @@ def empty_module(
     return model
 
 
-def _adopted(model: Any, block: dict[str, Any]) -> Decoder:
-    """What a component returned as a decoder."""
-    if block["_component_"].startswith("torchtune."):
-        from trainer.models.torchtune.decoder import adopt
-
-        return adopt(model)
-    if not isinstance(model, Decoder):
-        raise ConfigError(
-            f"model: {block['_component_']} returns a {type(model).__name__}, not a "
-            "trainer.model.Decoder"
-        )
-    return model
-
-
 def _add_adapter(model: Decoder, block: dict[str, Any], kind: AdapterKind | None) -> None:
-    """Add an adapter of the kind, or recognise the one that torchtune's builder has added."""
-    if kind is None:
-        if given := [k for k in LORA.keys if block.get(k) is not None and own_adapters(block)]:
-            raise ConfigError(f"model.{given[0]}: needs model.lora_rank")
-    elif is_built_in(block):
-        from trainer.layers.adapters import lora
-
-        model.adapter = own = lora.built_in(model, kind.settings)
-        if own is not None and type(own) is not type(kind):
-            raise ConfigError(
-                f"model.adapter: {block['_component_']} adds {own.declared.title} itself; leave "
-                "model.adapter out, or name a builder without lora_"
-            )
-    else:
+    if kind is not None:
         kind.add(model)
         model.adapter = kind
+    elif given := [key for key in LORA.keys if block.get(key) is not None]:
+        raise ConfigError(f"model.{given[0]}: needs model.lora_rank")
 
 
 def _quantise(model: Decoder, frozen: bool) -> None:
     if model.adapter is None and not frozen:
         raise ConfigError(
             "model.quantize_base: only adapters can be trained over a quantised base; "
-            "set model.lora_rank or use a lora_* builder, or set model.quantize_base=False"
+            "set model.lora_rank, or set model.quantize_base=False"
         )
     from trainer.layers import experts
 

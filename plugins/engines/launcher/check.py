@@ -13,7 +13,8 @@ from launcher.check.inside import start
 from launcher.recipe.model import Recipe
 from plugins.engines.launcher import start_folder
 from plugins.engines.launcher.engine import Engine
-from plugins.engines.launcher.engines import engine_of
+from plugins.engines.launcher.engines import ENGINES
+from plugins.engines.launcher.torchtune import ENGINE as TORCHTUNE
 
 SUBJECT = "engine config"
 SCHEMA = paths.REPO_ROOT / "plugins" / "engines" / "schema.py"
@@ -22,7 +23,9 @@ _LIMIT_S = 300
 
 def config(context: Context) -> Iterable[Finding]:
     """Ask the engine, in the jobs' environment, for the keys that it knows."""
-    engine = engine_of(context.recipe)
+    engine = {**ENGINES, "torchtune:": TORCHTUNE}.get(
+        f"{context.recipe.entry_name.partition(':')[0]}:"
+    )
     if engine is None:
         return []
     if faults := _paths(context.recipe, engine):
@@ -89,9 +92,10 @@ def _judged(context: Context, engine: Engine, answer: Mapping[str, Any]) -> list
 def _where(recipe: Recipe, key: str) -> str:
     """Return what to do with a key: where it is given."""
     source = Path(str(recipe.config.get("config_read_from") or recipe.path))
-    name = key if "config_read_from" in recipe.config else f"parameters.{key}"
+    is_whole = "config_read_from" in recipe.config or recipe.entry.other_keys
+    name = key if is_whole else f"parameters.{key}"
     line = yamlfile.line_of(source, name) if source.is_file() else None
-    return f"correct it in {source}, line {line}" if line else f"correct parameters.{key}"
+    return f"correct it in {source}, line {line}" if line else f"correct {name}"
 
 
 def _python(context: Context) -> str:
@@ -101,9 +105,10 @@ def _python(context: Context) -> str:
 
 
 def _keys(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys alone, and what _target_ names: the runs of a sweep ask the same."""
+    """Return the keys alone, and what targets name: the runs of a sweep ask the same."""
+    targets = ("_target_", "_component_")
     return {
-        key: _keys(value) if isinstance(value, dict) else value if key == "_target_" else None
+        key: _keys(value) if isinstance(value, dict) else value if key in targets else None
         for key, value in content.items()
     }
 

@@ -16,7 +16,6 @@ from typing import Any
 from launcher import yamlfile
 from launcher.errors import RecipeFault
 from launcher.recipe import entries
-from launcher.recipe.model import Recipe
 from plugins.engines.launcher import start_folder
 from plugins.engines.launcher.engine import Engine, count
 from runspec.engines import Records
@@ -251,11 +250,6 @@ def read(config: dict[str, Any], path: Path) -> None:
             f"{' or '.join(known)}{beside}"
         )
     config.setdefault("work_dir", str(start_folder.find(config["parameters"], engine, file)))
-
-
-def engine_of(recipe: Recipe) -> Engine | None:
-    """Return the engine of a recipe, None if it starts none."""
-    return ENGINES.get(f"{recipe.entry_name.partition(':')[0]}:")
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

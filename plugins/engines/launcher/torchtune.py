@@ -8,7 +8,7 @@ from launcher import paths
 from launcher.errors import RecipeFault, nearest
 from launcher.recipe import entries, torchtune
 from launcher.recipe.model import Content, Entry, Recipe
-from plugins.engines.launcher.engine import FOLLOWER
+from plugins.engines.launcher.engine import FOLLOWER, Engine
 from runspec.engines import Records
 from runspec.keys.common import COMMON
 from runspec.keys.key import REQUIRED
@@ -57,6 +57,8 @@ _KEYS = {
     if key.kind not in ("component", "any") and not key.choices
 }
 
+# torchtune's last release imports what later versions of torchao do not have.
+ENGINE = Engine(records=_RECORDS, command="", schema="torchtune", dependencies=("torchao==0.15.0",))
 ENTRY = Entry(
     keys={**COMMON, **_KEYS},
     title="torchtune",
@@ -64,8 +66,8 @@ ENTRY = Entry(
     program=lambda recipe: getattr(torchtune.recipes().get(recipe.target), "path", None),
     records=lambda config: _RECORDS,
     other_keys=True,
-    checked="components",
     can_profile=True,
     notes=_notes,
     companion=FOLLOWER,
+    dependencies=ENGINE.dependencies,
 )

@@ -42,7 +42,7 @@ def step_of(config: Mapping[str, Any], nodes: int, gpus_per_node: int) -> StepCo
         method=method_of(model),
         layout=layout,
         gpus_per_node=gpus_per_node,
-        builder=str(model.get("_component_") or TRANSFORMERS),
+        model=_name(config, model),
         saved=tuple(_TABLES.get(name, name) for name in model.get("modules_to_save") or ()),
         frozen=tuple(config.get("freeze") or ()),
         adapter_only=bool(config.get("save_adapter_weights_only")),
@@ -180,31 +180,33 @@ def _adapter(
             faults.append(str(error))
             return {}
     kind, low_rank = own or KINDS[name], name in ("lora", "dora")
-    if adapters.own_adapters(model):
-        named = set(model.get("target_modules" if kind is IA3 else "lora_modules") or ())
-        if kind is IA3 and not named:
-            named = set(adapters.ia3_targets(family))
-        every = {n: m for block, _ in shape.blocks for n, m in block.matrices.items()}
-        targets = [
-            name
-            for name, matrix in every.items()
-            if matrix.part != "router" and kind.parts_of(*matrix.owners)
-            if matrix.is_split or kind is not IA3
-            if not named or ("experts" if matrix.part == "experts" else _last(name)) in named
-        ]
-    else:
-        named = set(model.get("lora_attn_modules") or ())
-        mlp = bool(model.get("apply_lora_to_mlp"))
-        targets = [n for n, part in shape.names.items() if _last(n) in named or part == "mlp" * mlp]
-    rank = int(model.get("lora_rank") or adapters.TORCHTUNE_RANK)
+    named = set(model.get("target_modules" if kind is IA3 else "lora_modules") or ())
+    if kind is IA3 and not named:
+        named = set(adapters.ia3_targets(family))
+    every = {n: m for block, _ in shape.blocks for n, m in block.matrices.items()}
+    targets = [
+        name
+        for name, matrix in every.items()
+        if matrix.part != "router" and kind.parts_of(*matrix.owners)
+        if matrix.is_split or kind is not IA3
+        if not named or ("experts" if matrix.part == "experts" else _last(name)) in named
+    ]
+    rank = int(model.get("lora_rank") or adapters.USUAL_RANK)
     return {
         "own": own,
         "own_sizes": () if low_rank else kind.numbers(model),
         "lora_rank": rank if low_rank or own else 0,
         "lora_targets": tuple(targets),
-        "lora_output": bool(model.get("apply_lora_to_output")) or "lm_head" in named,
+        "lora_output": "lm_head" in named,
         "dropout": bool(model.get("lora_dropout")),
     }
+
+
+def _name(config: Mapping[str, Any], model: Mapping[str, Any]) -> str:
+    component = str(model.get("_component_") or TRANSFORMERS)
+    if component == TRANSFORMERS:
+        return Path(str(_block(config, "checkpointer").get("checkpoint_dir"))).name
+    return component.rpartition(".")[2]
 
 
 def _last(name: str) -> str:
@@ -227,6 +229,4 @@ def optimizer_of(block: Mapping[str, Any]) -> dict[str, Any]:
 def _loss(block: Mapping[str, Any], method: type[TrainConfig]) -> dict[str, Any]:
     if method.has_score_head:
         return {"loss": "score"}
-    # What torchtune's chunked loss has if its block does not say.
-    chunks = 8 if "Chunked" in str(block.get("_component_")) else 0
-    return {"loss": "linear", "chunks": int(block.get("num_output_chunks") or chunks)}
+    return {"loss": "linear", "chunks": int(block.get("num_output_chunks") or 0)}

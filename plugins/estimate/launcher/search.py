@@ -18,7 +18,6 @@ from plugins.estimate.launcher.memory import StepMemory
 from plugins.estimate.launcher.step_config import GIB, StepConfig
 from plugins.estimate.launcher.step_time import StepTime, step_time
 from runspec.adapters import USUAL_RANK
-from runspec.keys.model import TRANSFORMERS
 from runspec.layout import Layout, LayoutError
 
 TENSOR_PARALLEL = (1, 2, 4, 8)
@@ -106,23 +105,9 @@ def _method_keys(step: StepConfig) -> str:
     base = f"model.quantize_base={str(step.is_quantised).lower()}"
     if not step.is_full and not step.lora_rank:
         return f"model.adapter={step.method.removeprefix('q')} {base}"
-    if step.builder == TRANSFORMERS:
-        if step.method == "full":
-            return "model.lora_rank=null"
-        return f"model.lora_rank={step.lora_rank} {base}"
-    module, _, name = step.builder.rpartition(".")
-    prefix = "" if step.method == "full" else "lora_"
-    text = f"model._component_={module}.{prefix}{name.removeprefix('lora_')}"
-    text += " model.quantize_base=true" * step.is_quantised
-    if step.method == "full" or "lora_" in name:
-        return text
-    # The recipe has no adapter yet.
-    names = (n for n in step.lora_targets if step.shape.names[n] == "attention")
-    attention = ",".join(name.rpartition(".")[2] for name in names)
-    return (
-        f"{text} +model.lora_attn_modules=[{attention}] +model.apply_lora_to_mlp=true "
-        f"+model.lora_rank={step.lora_rank} +model.lora_alpha={2 * step.lora_rank}"
-    )
+    if step.method == "full":
+        return "model.lora_rank=null"
+    return f"model.lora_rank={step.lora_rank} {base}"
 
 
 # What is predicted -------------------------------------------------------------------------------

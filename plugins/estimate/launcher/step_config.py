@@ -28,7 +28,7 @@ class StepConfig:
     method: str  # full, lora, dora, qlora, another kind, or the class of an adapter of one's own
     layout: Layout = field(default_factory=Layout)
     gpus_per_node: int = 8
-    builder: str = ""  # of the model, as the recipe names it
+    model: str = ""  # its folder, or its component
     batch: int = 1
     length: int = 4096
     packed: bool = False  # rows hold several samples
@@ -280,23 +280,18 @@ class StepConfig:
 
     @cached_property
     def trained_share(self) -> float:
-        """The part of the weights that is trained in full fine-tuning: all but those whose names,
-        transformers' or torchtune's, `frozen` has.
-        """
+        """The part of the weights that is trained in full fine-tuning: all but `frozen` ones."""
         shape = self.shape
         table = shape.vocab * shape.dim
-        sizes = [(("model.embed_tokens", "tok_embeddings"), table)]
-        sizes += [(("lm_head", "output"), table * (not shape.tied))]
+        sizes = [("model.embed_tokens", table), ("lm_head", table * (not shape.tied))]
         for index, kind in enumerate(shape.order if self.frozen else ()):
             for name, matrix in shape.kinds[kind].matrices.items():
-                names = (f"model.layers.{index}.{name}", f"layers.{index}.{name}")
-                sizes.append((names, matrix.parameters))
-        frozen = sum(size for names, size in sizes if self._freezes(names))
+                sizes.append((f"model.layers.{index}.{name}", matrix.parameters))
+        frozen = sum(size for name, size in sizes if self._freezes(f"{name}.weight"))
         return max(0.0, 1 - frozen / shape.parameters)
 
-    def _freezes(self, modules: Iterable[str]) -> bool:
-        names = [f"{module}.weight" for module in modules]
-        return any(fnmatchcase(name, pattern) for name in names for pattern in self.frozen)
+    def _freezes(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self.frozen)
 
     @property
     def total(self) -> int:

@@ -38,7 +38,7 @@ def _model(step: StepConfig) -> Iterator[str]:
     active = f", {shape.active_parameters / 1e9:.2f} B of them active" if shape.experts else ""
     share = 100 * step.trainable / step.total
     yield (
-        f"  model       {step.builder.rpartition('.')[2]}, {step.total / 1e9:.2f} B parameters"
+        f"  model       {step.model}, {step.total / 1e9:.2f} B parameters"
         f"{active}, {_count(step.trainable)} trained ({share:.2f} %)"
     )
     sizes = {

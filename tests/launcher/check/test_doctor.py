@@ -125,7 +125,7 @@ def test_an_environment_that_the_node_cannot_use(slurm_user: Kit, tmp_path):
     shutil.copy(os.path.realpath(sys.executable), venv / "bin" / "python")
     status, findings = doctor(kit)
     told = text_of(findings, "virtual environment", "failed")
-    assert "lacks torch torchtune: bash setup.sh" in told
+    assert "lacks torch transformers: bash setup.sh" in told
     told = text_of(findings, "virtual environment", "warning")
     assert "setup.sh did not finish" in told and "click 7.0 (pinned" in told
 

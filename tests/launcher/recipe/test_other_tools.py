@@ -59,7 +59,7 @@ VALUES: tuple[Any, ...] = (None, "text", 3, [None], {})
 @pytest.mark.parametrize(
     "base",
     [
-        {"extends": "hub_lora"},
+        {"extends": "lora"},
         {"entry": "trl:sft"},
         {"entry": "litgpt:finetune_full", "parameters": {}},
         {**LITGPT, "lora_r": 1},

@@ -5,6 +5,7 @@ import copy
 import hashlib
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,10 +77,11 @@ def test_a_model_folder_brings_its_tokenizer(tmp_path):
     block = found.resolved(tmp_path, "unset")["tokenizer"]
     assert block["path"] == found.resolved(tmp_path, "unset")["checkpointer"]["checkpoint_dir"]
     assert block["_component_"] == "trainer.data.tokenizers.hugging_face_tokenizer"
-    own = {**hub, "tokenizer": {"_component_": "torchtune.models.llama3.llama3_tokenizer"}}
+    own = {**hub, "tokenizer": {"_component_": "mine.Tokenizer", "path": "/t"}}
     assert recipes.load(written(tmp_path, own)).config["tokenizer"] == own["tokenizer"]
-    # A builder of torchtune's says nothing of the folder.
-    assert any("tokenizer" in each for each in faults_of(written(tmp_path, without="tokenizer")))
+    # A model of one's own may read no folder.
+    other = written(tmp_path, {"model": {"_component_": "mine.Model"}}, without="tokenizer")
+    assert any("tokenizer" in each for each in faults_of(other))
 
 
 def test_files_of_rewards_are_found_and_copied(tmp_path, monkeypatch):
@@ -392,11 +394,41 @@ def test_torchtunes_keys_are_read_as_the_kits_and_the_last_one_counts(overrides,
     assert config["activation_checkpointing"] == layers and not torchtune.KEYS & config.keys()
 
 
+LLAMA = "_component_: torchtune.models.llama3"
+OF_LORA = {"lora_rank": 8, "lora_alpha": 16}
+
+
 @pytest.mark.parametrize(
     ("given", "read", "method"),
     [
-        ("_component_: torchtune.models.llama3.qlora_llama3_8b", {"quantize_base": True}, "qlora"),
-        ("_component_: torchtune.models.llama3.lora_llama3_8b, use_dora: true", {}, "dora"),
+        (f"{LLAMA}.llama3_8b", {}, "full"),
+        (f"{LLAMA}.lora_llama3_8b", {"lora_rank": 8, "lora_alpha": 16}, "lora"),
+        (f"{LLAMA}.lora_llama3_8b, lora_rank: 64", {"lora_rank": 64, "lora_alpha": 16}, "lora"),
+        (f"{LLAMA}.qlora_llama3_8b", {**OF_LORA, "quantize_base": True}, "qlora"),
+        (f"{LLAMA}.lora_llama3_8b, use_dora: true", {**OF_LORA, "adapter": "dora"}, "dora"),
+        (
+            f"{LLAMA}.lora_llama3_8b, lora_attn_modules: [q_proj, output_proj]",
+            {**OF_LORA, "lora_modules": ["q_proj", "o_proj"]},
+            "lora",
+        ),
+        (
+            f"{LLAMA}.lora_llama3_8b, lora_attn_modules: [q_proj, k_proj, v_proj, output_proj], "
+            "apply_lora_to_mlp: true",
+            OF_LORA,
+            "lora",
+        ),
+        (
+            f"{LLAMA}._model_builders.lora_llama3_8b, lora_attn_modules: [v_proj], "
+            "apply_lora_to_output: true, modules_to_save: [tok_embeddings]",
+            {**OF_LORA, "lora_modules": ["v_proj", "lm_head"], "modules_to_save": ["embed_tokens"]},
+            "lora",
+        ),
+        (
+            "_component_: torchtune.models.phi4.lora_phi4_14b, apply_lora_to_mlp: true, "
+            "lora_attn_modules: [q_proj, v_proj]",
+            {**OF_LORA, "lora_modules": ["qkv_proj", "gate_up_proj", "down_proj"]},
+            "lora",
+        ),
         ("lora_rank: 8, use_dora: true", {"lora_rank": 8, "adapter": "dora"}, "dora"),
         ("lora_rank: 8, use_dora: false", {"lora_rank": 8}, "lora"),
     ],
@@ -407,9 +439,27 @@ def test_an_adapter_has_one_spelling(given, read, method, tmp_path):
     more = ["+dataset._component_=torchtune.datasets.alpaca_dataset", "+dataset.source=/d"]
     more += ["+tokenizer._component_=trainer.data.tokenizers.hugging_face_tokenizer"]
     recipe = recipes.load(str(mine), [*more, "+tokenizer.path=/m", "batch_size=1"])
-    assert recipe.method == method and "qlora_" not in str(recipe.config["model"])
-    assert read.items() <= recipe.config["model"].items()
-    assert ("use_dora" in recipe.config["model"]) == ("true" in given and "_component_" in given)
+    assert (recipe.method, recipe.config["model"]) == (method, read)
+
+
+def test_a_tokenizer_of_torchtune_is_that_of_the_folder(tmp_path):
+    mine = tmp_path / "mine.yaml"
+
+    def read(text: str) -> dict[str, Any]:
+        mine.write_text(f"extends: llama8b_full\ntokenizer: {{{text}}}\n")
+        return recipes.load(str(mine)).config["tokenizer"]
+
+    ours = {"_component_": "trainer.data.tokenizers.hugging_face_tokenizer", "path": "/m/x"}
+    named = "_component_: torchtune.models.llama3.llama3_tokenizer"
+    for path in ("/m/x/original/tokenizer.model", "/m/x/tokenizer.model"):
+        assert read(f"{named}, path: {path}") == ours
+    found = read(f"{named}, path: /m/x/vocab.json, merges_file: /m/x/merges.txt, max_seq_len: 8")
+    assert found == {**ours, "max_seq_len": 8}
+    # Folders of these models have no chat template.
+    for family in ("llama2", "mistral", "gemma2"):
+        text = f"_component_: torchtune.models.{family}.{family}_tokenizer, path: /m/x/t.model"
+        assert "bos_token" in read(text)["chat_template"]
+        assert read(f"{text}, chat_template: /m/own.jinja")["chat_template"] == "/m/own.jinja"
 
 
 def test_the_other_names_of_torchtune_are_read_as_the_kits_too(tmp_path):

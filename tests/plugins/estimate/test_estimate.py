@@ -26,9 +26,8 @@ GOLDEN = Path(__file__).parent / "golden"
 RECIPE = """
 description: A 70B model, full fine-tuning
 resources: {nodes: 1, gpus_per_node: 8}
-model: {_component_: torchtune.models.llama3_3.llama3_3_70b}
-tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, path: x, max_seq_len: 4096}
-checkpointer: {_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: x}
+tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, path: x/y, max_seq_len: 4096}
+checkpointer: {checkpoint_dir: /models/Llama-3.3-70B-Instruct}
 dataset: {_component_: torchtune.datasets.alpaca_dataset}
 optimizer: {_component_: torch.optim.AdamW, lr: 2e-5, fused: true}
 loss: {_component_: torchtune.modules.loss.CEWithChunkedOutputLoss}
@@ -41,7 +40,7 @@ activation_checkpointing: none
 SMALLER = [
     *("--nodes=2", "--gpu=h200-141", "batch_size=2", "activation_checkpointing=full"),
     "model._component_=torchtune.models.llama3_3.lora_llama3_3_70b",
-    "+model.lora_attn_modules=[q_proj, v_proj]",
+    "model.lora_attn_modules=[q_proj, v_proj]",
 ]
 BY_QLORA = ["--gpus-per-node=4", "batch_size=1", "activation_checkpointing=full"]
 BY_QLORA += ["tensor_parallel_dim=4"]
@@ -167,11 +166,7 @@ def mixtral(tmp_path) -> str:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(MIXTRAL))
     path = tmp_path / "mixtral.yaml"
-    path.write_text(
-        RECIPE.replace("torchtune.models.llama3_3.llama3_3_70b", "transformers").replace(
-            "checkpoint_dir: x", f"checkpoint_dir: {folder}"
-        )
-    )
+    path.write_text(RECIPE.replace("/models/Llama-3.3-70B-Instruct", str(folder)))
     return str(path)
 
 
@@ -227,7 +222,7 @@ def test_a_model_that_the_trainer_refuses_is_refused(user: Kit, mixtral, tmp_pat
         (["tokenizer.max_seq_len=null"], "tokenizer.max_seq_len is not set"),
         (["tensor_parallel_dim=3"], "tensor_parallel_dim 3 does not divide 1 x 8 = 8 ranks"),
         (["tensor_parallel_dim=16", "--gpus-per-node=16"], "not divide the model's num_kv_heads 8"),
-        (["model._component_=torchtune.models.llama3_3.llama3_3_7b"], "did you mean llama3_3_70b?"),
+        (["checkpointer.checkpoint_dir=/none"], "/none has no config.json"),
         (["entry=torchtune:full_finetune_distributed"], "only the kit's own training methods can"),
     ],
 )

@@ -21,12 +21,12 @@ from runspec.keys.preference import DpoConfig
 from runspec.keys.reward import RewardConfig
 from runspec.keys.train import TrainConfig
 from runspec.tokens import grown
-from tests.trainer.layers.test_adapter_kinds import FOLDER, KINDS, TORCHTUNE
+from tests.trainer.layers.test_adapter_kinds import KINDS
 from tests.trainer.methods.pairs import pairs_config
 from tests.trainer.methods.toy_objective import ToyConfig
 from tests.trainer.models import test_new_tokens
 from tests.trainer.models.test_new_tokens import folders, tagged
-from tests.trainer.runs import MODEL_SIZES, lora_model, write_config
+from tests.trainer.runs import lora_model, write_config
 from trainer import check
 from trainer.config import load, parse, read_yaml
 from trainer.methods.sft import SupervisedFineTuning
@@ -38,7 +38,7 @@ __all__ = ["folders", "tagged"]
 LONG = pytest.mark.long
 LORA = lora_model(lora_dropout=0.0)
 TP = {"tensor_parallel_dim": 2}
-WIDE = {"embed_dim": 512, "intermediate_dim": 1536, "max_seq_len": 2048}
+WIDE = {"hidden_size": 512, "intermediate_size": 1536, "head_dim": 128}
 LARGE = {"dtype": "bf16", "row_length": 2048, "batch_size": 2}
 TOY = "tests.trainer.methods.toy_objective"
 PAIRS = "trainer.data.preferences.PreferenceDataset"
@@ -63,18 +63,26 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(entries.rows(), "toy_objective", entries.method(module, ToyConfig))
 
 
+def resized(model_folder: Path, folder: Path, **sizes: int) -> Path:
+    """A copy of a model's folder with other sizes, which are wide enough for estimates.
+
+    It has no weights.
+    """
+    shutil.copytree(model_folder, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    settings = json.loads((folder / "config.json").read_text())
+    settings |= {"max_position_embeddings": 2048, **sizes}
+    (folder / "config.json").write_text(json.dumps(settings))
+    return folder
+
+
 def wide_content(folder: Path, model_folder: Path, dataset: Path, **more: Any) -> dict[str, Any]:
-    """A config in bf16 whose models are wide enough for estimates; the teacher has no weights."""
-    content: dict[str, Any] = read_yaml(write_config(folder, model_folder, dataset, **LARGE | more))
-    content["model"] |= WIDE
-    settings = json.loads((model_folder / "config.json").read_text())
-    sizes = {"hidden_size": 768, "intermediate_size": 2048, "max_position_embeddings": 2048}
+    """A config in bf16 of a student and a larger teacher."""
+    student = resized(model_folder, folder / "student", **WIDE)
+    content: dict[str, Any] = read_yaml(write_config(folder, student, dataset, **LARGE | more))
     # In blocks of NF4.
-    sizes |= {"num_hidden_layers": 4, "head_dim": 64, "vocab_size": 1024}
-    wide = folder / "wide"
-    shutil.copytree(model_folder, wide, ignore=shutil.ignore_patterns("*.safetensors"))
-    (wide / "config.json").write_text(json.dumps(settings | sizes))
-    return content | {"teacher": str(wide)}
+    sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 4}
+    sizes |= {"head_dim": 64, "vocab_size": 1024}
+    return content | {"teacher": str(resized(model_folder, folder / "wide", **sizes))}
 
 
 @pytest.mark.long
@@ -90,9 +98,8 @@ def wide_content(folder: Path, model_folder: Path, dataset: Path, **more: Any) -
 @pytest.mark.usefixtures("toy")
 def test_a_reference_is_counted(entry, changes, held, tmp_path, model_folder, dataset):
     component = PAIRS if entry == "dpo" else f"{TOY}.Pairs"
-    path = pairs_config(tmp_path, model_folder, dataset, component, **LARGE | changes)
-    content = read_yaml(path)
-    content["model"] |= WIDE
+    folder = resized(model_folder, tmp_path / "policy", **WIDE)
+    content = read_yaml(pairs_config(tmp_path, folder, dataset, component, **LARGE | changes))
     step, plain = (step_of(content | {"entry": name}, 1, 2) for name in (entry, "sft"))
     found, alone = StepMemory(step), StepMemory(plain)
     assert found.peak == pytest.approx(trace(parse(content, METHODS[entry]), 2).peak, rel=0.1)
@@ -123,14 +130,14 @@ def test_a_teacher_is_counted(changes, tmp_path, model_folder, dataset):
 
 @pytest.mark.parametrize(
     "changes",
-    [pytest.param({"model": FOLDER | {"lora_rank": 4, "lora_alpha": 8}}, marks=LONG), TP],
+    [pytest.param({"model": lora_model()}, marks=LONG), TP],
     ids=["lora", "full-tensor"],
 )
 def test_a_reward_model_has_no_logits(changes):
     content = {
         "output_dir": "run",
         "dtype": "bf16",
-        "model": FOLDER,
+        "model": {},
         "tokenizer": {"_component_": "trainer.none", "max_seq_len": 4096},
         "checkpointer": {"checkpoint_dir": "Qwen3-8B"},
         "dataset": {"_component_": "trainer.none", "packed": True},
@@ -181,14 +188,9 @@ def test_the_estimate_counts_the_rows_of_new_tokens(name, folders, tagged, tmp_p
     assert assert_states(path) == grown(1024, 1024 + len(test_new_tokens.NEW))
 
 
-@pytest.mark.parametrize("source", [FOLDER, TORCHTUNE], ids=["folder", "torchtune"])
 @pytest.mark.parametrize("kind", [*KINDS, "lora"])
-def test_the_estimate_counts_what_the_trainer_trains(
-    kind, source, tmp_path, model_folder, dataset, world
-):
-    model = KINDS.get(kind, {"lora_rank": 4}) | source
-    if kind == "lora" and source is TORCHTUNE:
-        model = lora_model()
+def test_the_estimate_counts_what_the_trainer_trains(kind, tmp_path, model_folder, dataset, world):
+    model = KINDS.get(kind, {"lora_rank": 4})
     given = {"model": model, "save_adapter_weights_only": True}
     path = write_config(tmp_path, model_folder, dataset, row_length=64, **given)
     trained, _ = build.build(load(path), world).parameter_counts()
@@ -196,7 +198,7 @@ def test_the_estimate_counts_what_the_trainer_trains(
     assert step_of(content, 1, 2).trainable == trained
     if kind in ("prompt", "prefix"):
         # A document may fill a row, and stands behind the virtual tokens.
-        length = content["tokenizer"]["max_seq_len"] = MODEL_SIZES["max_seq_len"] - 3
+        length = content["tokenizer"]["max_seq_len"] = 512 - 3
         reason = rf"{length} behind 7 virtual tokens \(model.num_virtual_tokens\) is more than"
         with pytest.raises(RecipeFault, match=reason):
             step_of(content, 1, 2)

@@ -21,12 +21,13 @@ from plugins.estimate.launcher.recipe_step import step_of
 from plugins.estimate.launcher.shapes import shape_of
 from plugins.estimate.launcher.step_config import StepConfig
 from plugins.estimate.launcher.step_time import computing, step_time
+from runspec.description import PUBLISHED
 from runspec.layout import Layout
 from tests.launcher.kit import Kit
 
 H100 = gpus.by_name("h100-80")
 LINKS = Links.of(H100, 8)
-SHAPE = shape_of({"_component_": "torchtune.models.llama3_3.llama3_3_70b"}, None)
+SHAPE = shape_of({}, PUBLISHED / "Llama-3.3-70B-Instruct")
 FULL = StepConfig(
     SHAPE, "full", Layout(shard=16), batch=2, checkpointing="full", loss="linear", chunks=0
 )
@@ -35,7 +36,7 @@ LORA = replace(
     FULL,
     method="lora",
     lora_rank=16,
-    lora_targets=("attn.q_proj", "attn.v_proj"),
+    lora_targets=("self_attn.q_proj", "self_attn.v_proj"),
     layout=Layout(shard=8, replicate=2),
 )
 STEPS = [FULL, SPLIT, LORA, replace(LORA, accumulation=3), replace(FULL, accumulation=2)]

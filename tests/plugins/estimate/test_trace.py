@@ -18,29 +18,29 @@ from tests.trainer.models.transformers_runs import BY_OPERATION, TP, config_of
 from trainer import config as configs
 
 LORA = {
-    "lora_attn_modules": ["q_proj", "v_proj", "output_proj"],
-    "apply_lora_to_mlp": True,
+    "lora_modules": ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     "lora_rank": 16,
     "lora_alpha": 32,
 }
-CHUNKED = "torchtune.modules.loss.CEWithChunkedOutputLoss"
+CHUNKED = {
+    "_component_": "trainer.layers.loss.LinearCrossEntropy",
+    "num_output_chunks": 8,
+}
 
 
 def recipe(model: str, **changes: Any) -> dict[str, Any]:
     """A config as the trainer and the launcher both read it; nothing in it has to exist."""
-    _, _, builder = model.rpartition(".")
-    block = {"_component_": f"torchtune.models.{model}"}
     return {
         "output_dir": "run",
         "dtype": "bf16",
-        "model": block | (LORA if builder.startswith("lora_") else {}),
+        "model": {},
         "tokenizer": {"_component_": "trainer.none", "max_seq_len": 4096},
-        "checkpointer": {"checkpoint_dir": "none"},
+        "checkpointer": {"checkpoint_dir": f"none/{model}"},
         "dataset": {"_component_": "trainer.none"},
         "batch_size": 2,
         # What the trace can run: fused and foreach kernels need real tensors.
         "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-4, "foreach": False},
-        "loss": {"_component_": CHUNKED},
+        "loss": CHUNKED,
         "clip_grad_norm": 1.0,
         "activation_checkpointing": "full",
     } | changes
@@ -50,10 +50,10 @@ def recipe(model: str, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("model", "ranks", "changes"),
     [
-        ("llama3_2.lora_llama3_2_1b", 8, {"tensor_parallel_dim": 2}),
-        ("llama3_1.llama3_1_8b", 4, {"gradient_accumulation_steps": 2, "batch_size": 1}),
-        ("llama3_1.llama3_1_8b", 8, {"activation_checkpointing": "op"}),
-        ("llama3_1.llama3_1_8b", 8, {"master_weights": "fp32"}),
+        ("Llama-3.2-1B-Instruct", 8, {"tensor_parallel_dim": 2, "model": LORA}),
+        ("Llama-3.1-8B", 4, {"gradient_accumulation_steps": 2, "batch_size": 1}),
+        ("Llama-3.1-8B", 8, {"activation_checkpointing": "op"}),
+        ("Llama-3.1-8B", 8, {"master_weights": "fp32"}),
     ],
     ids=["lora, tensor parallel", "full, accumulated", "op", "fp32 weights"],
 )
@@ -90,7 +90,7 @@ def test_split_blocks_compile_without_graph_breaks(
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [8, pytest.param(16, marks=pytest.mark.named)])
 def test_two_depths_tell_the_whole_model(ranks) -> None:
-    config = configs.parse(recipe("llama3_2.llama3_2_1b", tensor_parallel_dim=ranks // 8))
+    config = configs.parse(recipe("Llama-3.2-1B-Instruct", tensor_parallel_dim=ranks // 8))
     whole, told = trace(config, ranks), estimate(config, ranks)
     assert told.layers == whole.layers == 16
     assert abs(told.peak - whole.peak) <= 0.002 * GIB
@@ -98,7 +98,7 @@ def test_two_depths_tell_the_whole_model(ranks) -> None:
 
 
 def test_what_cannot_be_traced_is_said() -> None:
-    config = configs.parse(recipe("llama3_2.llama3_2_1b", tensor_parallel_dim=3))
+    config = configs.parse(recipe("Llama-3.2-1B-Instruct", tensor_parallel_dim=3))
     with pytest.raises(configs.ConfigError, match=r"tensor_parallel_dim 3 does not divide 8 ranks"):
         trace(config, 8)
 

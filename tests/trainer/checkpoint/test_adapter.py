@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.trainer.runs import MODEL_SIZES, lora_model, metrics, train, write_config
+from tests.trainer.runs import lora_model, metrics, train, write_config
 from trainer import check
 from trainer.checkpoint import adapter, weights
 from trainer.checkpoint.export import export
@@ -115,15 +115,13 @@ def of_peft(folder: Path, model_folder: Path, **settings: Any) -> tuple[Path, to
     ],
     ids=["rslora", "rslora-dora"],
 )
-@pytest.mark.parametrize("source", ["torchtune", "transformers"])
-def test_pefts_scale_is_kept_and_exported(settings, source, tmp_path, model_folder, dataset, world):
+def test_pefts_scale_is_kept_and_exported(settings, tmp_path, model_folder, dataset, world):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     given, expected = of_peft(tmp_path / "peft", model_folder, **settings)
     use_dora = settings.get("use_dora", False)
     model = {"lora_rank": 4, "lora_alpha": 8, "adapter": "dora" if use_dora else "lora"}
-    model = lora_model(use_dora=use_dora) if source == "torchtune" else model
     path = config(tmp_path / "run", model_folder, dataset, given, model=model)
     (fault,) = check.faults(read_yaml(path), SupervisedFineTuning)
     assert "set model.use_rslora=True" in fault
@@ -182,11 +180,11 @@ def test_what_changes_pefts_function_is_refused_by_name(
         ({"model": lora_model(lora_rank=8)}, "r=4, the model model.lora_rank=8; set"),
         ({"model": lora_model(lora_alpha=32)}, "lora_alpha=8.0, the model model.lora_alpha=32"),
         (
-            {"model": lora_model(lora_attn_modules=["q_proj"])},
-            r"contains an adapter for layers\.\*\.attn\.v_proj, the model has none",
+            {"model": lora_model(lora_modules=["q_proj"])},
+            r"contains an adapter for model\.layers\.\*\.self_attn\.v_proj, the model has none",
         ),
-        ({"model": {"_component_": "torchtune.models.llama3.llama3", **MODEL_SIZES}}, "no adapter"),
-        ({"missing": "q_proj"}, "has nothing for the model's layers"),
+        ({"model": {}}, "no adapter"),
+        ({"missing": "q_proj"}, "has nothing for the model's model.layers"),
         ({"given": "adapter_0.pt"}, "is no safetensors file; pickled adapters are not read"),
         ({"given": "nowhere"}, "does not exist"),
     ],

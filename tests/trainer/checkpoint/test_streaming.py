@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.trainer.runs import MODEL_SIZES, finish, start, write_config
+from tests.trainer.runs import finish, start, write_config
 from trainer import config, demo
 from trainer.checkpoint.export import export
 from trainer.models import build as models
@@ -52,7 +52,8 @@ def measure(path: Path) -> None:
     """What each rank runs: load, export, and a file of figures in MiB."""
     settings = config.load(path)
     world = distributed.start("cpu")
-    importlib.import_module("torchtune.models.llama3")  # not a part of loading the weights
+    for name in ("trainer.models.transformers.source", "transformers.models.llama.modeling_llama"):
+        importlib.import_module(name)  # not a part of loading the weights
     with Peak() as loading:
         model = models.build(settings, world)
     with Peak() as exporting:
@@ -81,9 +82,7 @@ def write_model(folder: Path) -> None:
 def test_no_rank_holds_the_whole_model(tmp_path, dataset):
     folder = tmp_path / "model"
     write_model(folder)
-    sizes = {"num_layers": LAYERS, "embed_dim": WIDTH, "intermediate_dim": HIDDEN}
-    builder = {"_component_": "torchtune.models.llama3.llama3", **MODEL_SIZES, **sizes}
-    path = write_config(tmp_path / "run", folder, dataset, model=builder)
+    path = write_config(tmp_path / "run", folder, dataset)
     finish(start(path, ranks=2, module="tests.trainer.checkpoint.test_streaming", fresh=True))
     for rank in (0, 1):
         figures = json.loads((path.parent / f"figures_{rank}.json").read_text())

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from runspec.layout import Layout
-from tests.trainer.runs import MODEL_SIZES, llama3_tokenizer
-from trainer.config import instantiate, load
+from tests.trainer.models.transformers_cases import reference, write
+from tests.trainer.runs import write_config
+from trainer.config import load
 from trainer.data import origin
 from trainer.data.batches import Batches, BatchSpec, MicroBatch
 from trainer.data.packing import WINDOW, pack
@@ -21,25 +22,10 @@ from trainer.data.tokenizers import hugging_face_tokenizer
 from trainer.errors import ConfigError
 from trainer.layers import attention
 from trainer.layers.batch import IGNORE_INDEX
-from trainer.models.torchtune.decoder import adopt
+from trainer.models import build as models
 from trainer.parallel import world as distributed
 
 ROW = 96
-LLAMA = {"_component_": "torchtune.models.llama3.llama3", **MODEL_SIZES, "num_layers": 2}
-GEMMA = {
-    "_component_": "torchtune.models.gemma2.gemma2",
-    "vocab_size": 1024,
-    "num_layers": 2,
-    "num_heads": 4,
-    "head_dim": 16,
-    "num_kv_heads": 2,
-    "embed_dim": 64,
-    "intermediate_dim": 96,
-    "max_seq_len": 512,
-    "sliding_window_size": 8,
-    # So high that it changes nothing: torchtune caps the last hidden state, not the logits.
-    "final_capping_value": 1e6,
-}
 
 
 def packed(**changes: Any) -> dict[str, Any]:
@@ -64,25 +50,24 @@ def test_every_sample_is_in_one_row_and_rows_are_full():
     assert pack(np.array([5, 5, 5]), 10, None) == [[0, 1], [2]]
 
 
-@pytest.mark.parametrize("builder", [LLAMA, GEMMA], ids=["llama3", "gemma2"])
-def test_packed_documents_have_the_losses_of_unpacked_ones(builder, build):
-    """Against torchtune's own attention, sample by sample."""
+@pytest.mark.parametrize("family", ["llama3", "gemma2"])
+def test_packed_documents_have_the_losses_of_unpacked_ones(
+    family, build, tmp_path, model_folder, dataset, world
+):
+    """Against transformers' own attention, sample by sample."""
     rows = build(**packed(shuffle=False)).training.rows
     assert 1 < len(rows) < len(rows.samples), "rows must hold several samples"
-    torch.manual_seed(0)
-    model = instantiate("model", builder).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.08)
+    folder = write(family, tmp_path / "model", model_folder)
+    theirs = reference(folder).eval()
     expected = {}
     with torch.inference_mode():
         for tokens, trained in rows.samples:
             row = torch.from_numpy(tokens.astype(np.int64))
-            logits = model(row.unsqueeze(0))[0, :-1]
+            logits = theirs(row.unsqueeze(0)).logits[0, :-1]
             losses = F.cross_entropy(logits, row[1:], reduction="none")
             expected[tokens.tobytes()] = losses[torch.from_numpy(trained[1:])]
-    model = adopt(model)
+    model = models.build(load(write_config(tmp_path / "own", folder, dataset)), world).module
+    model.eval()
     seen = 0
     for with_flex_attention in (False, True):
         if with_flex_attention:
@@ -159,21 +144,6 @@ def test_prompts_that_fill_no_step_wait_for_another_epoch(build):
 
 
 PAIR = {"question": "What is a queue?", "answer": "A line."}
-
-
-def test_torchtunes_tokenizer_with_a_prompt_template(build, tmp_path):
-    """Llama 3's own, over single bytes; its tokens are beyond the demo model's vocabulary."""
-    found = build(
-        tokenizer=llama3_tokenizer(tmp_path)
-        | {"prompt_template": {"user": ["Q: ", "\n"], "assistant": ["A: ", ""]}}
-    )
-    tokens, trained = found.training.rows.samples[0]
-    text = bytes(t for t in tokens.tolist() if t < 256).decode()
-    assert text.startswith("user\n\nQ:What is node number 0?assistant\n\nA:The node 0 is")
-    assert bytes(t for t in tokens[trained].tolist() if t < 256).decode().endswith("node-like.")
-    assert "What" not in bytes(t for t in tokens[trained].tolist() if t < 256).decode()
-    *_, fault = found.faults(1024, 512)
-    assert fault.startswith("tokenizer: it made token 128") and "the model knows 1024" in fault
 
 
 def test_plain_text_needs_no_chat_template(model_folder, tmp_path):

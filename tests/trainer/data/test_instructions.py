@@ -1,16 +1,15 @@
-"""The kit's readers of torchtune's datasets against torchtune's own: tokens and labels."""
+"""The kit's readers of torchtune's datasets: the texts and what is trained of them."""
 
-import importlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.trainer.runs import llama3_tokenizer
-from trainer.config import OWN_COMPONENTS, component, instantiate
+from trainer.config import component
 from trainer.data.tokenizers import hugging_face_tokenizer
 from trainer.errors import ConfigError
+from trainer.layers.batch import IGNORE_INDEX
 
 PAIR = {"input": "What is a queue?", "output": "A line."}
 TURNS = ["Be brief.", "What is a node?", "A machine.", "And a task?", "A process."]
@@ -26,19 +25,98 @@ INSTRUCTION = {"instruction": "Name a state.", "input": "", "output": "PENDING"}
 SYSTEM = {"new_system_prompt": "Answer in one word."}
 CHAT = {"conversation_column": "turns", "conversation_style": "openai", "train_on_input": True}
 
-CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("instruct", {}, PAIR),
-    ("instruct", {"train_on_input": True, **SYSTEM}, PAIR),
-    ("instruct", {"column_map": {"input": "q", "output": "a"}}, {"q": "Why?", "a": "So."}),
-    ("alpaca", {}, INSTRUCTION),
-    ("alpaca", {"train_on_input": False}, INSTRUCTION | {"input": "of a job"}),
-    ("alpaca", {"column_map": {"input": "given"}}, INSTRUCTION | {"given": "of a job"}),
-    ("chat", CHAT, {"turns": OPENAI}),
-    ("chat", CHAT | SYSTEM, {"turns": OPENAI}),
-    ("chat", CHAT | {"conversation_style": "sharegpt"}, {"turns": SHAREGPT}),
-    ("chat", CHAT | {"conversation_style": "sharegpt", **SYSTEM}, {"turns": SHAREGPT}),
-    ("text_completion", {}, {"text": "Slurm starts jobs."}),
-    ("text_completion", {"column": "t", "add_eos": False}, {"t": "Slurm starts jobs."}),
+ALPACA = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes "
+    "the request.\n\n### Instruction:\nName a state.\n\n### Response:\n"
+)
+WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further "
+    "context. Write a response that appropriately completes the request.\n\n### Instruction:\n"
+    "Name a state.\n\n### Input:\nof a job\n\n### Response:\n"
+)
+FIRST = "<|user|>What is a node?<|end|><|assistant|>A machine.<|end|>"
+REST = "<|user|>And a task?<|end|><|assistant|>A process.<|end|>"
+TRAINED = (
+    "<|user|>What is a node?<|end|>A machine.<|end|><|user|>And a task?<|end|>A process.<|end|>"
+)
+BRIEF, ONE = "<|system|>Be brief.<|end|>", "<|system|>Answer in one word.<|end|>"
+TEXT = "Slurm starts jobs."
+
+# Dataset, its keys, a row; then the whole text and the trained one behind <|endoftext|>, as
+# torchtune 0.6.1 makes them with the demo's tokenizer.
+CASES: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
+    (
+        "instruct",
+        {},
+        PAIR,
+        "<|user|>What is a queue?<|end|><|assistant|>A line.<|end|>",
+        "A line.<|end|>",
+    ),
+    (
+        "instruct",
+        {"train_on_input": True, **SYSTEM},
+        PAIR,
+        f"{ONE}<|user|>What is a queue?<|end|><|assistant|>A line.<|end|>",
+        "<|user|>What is a queue?<|end|>A line.<|end|>",
+    ),
+    (
+        "instruct",
+        {"column_map": {"input": "q", "output": "a"}},
+        {"q": "Why?", "a": "So."},
+        "<|user|>Why?<|end|><|assistant|>So.<|end|>",
+        "So.<|end|>",
+    ),
+    (
+        "alpaca",
+        {},
+        INSTRUCTION,
+        f"<|user|>{ALPACA}<|end|><|assistant|>PENDING<|end|>",
+        f"<|endoftext|><|user|>{ALPACA}<|end|>PENDING<|end|>",
+    ),
+    (
+        "alpaca_cleaned",
+        {"train_on_input": False},
+        INSTRUCTION | {"input": "of a job"},
+        f"<|user|>{WITH_INPUT}<|end|><|assistant|>PENDING<|end|>",
+        "PENDING<|end|>",
+    ),
+    (
+        "alpaca",
+        {"column_map": {"input": "given"}},
+        INSTRUCTION | {"given": "of a job"},
+        f"<|user|>{WITH_INPUT}<|end|><|assistant|>PENDING<|end|>",
+        f"<|endoftext|><|user|>{WITH_INPUT}<|end|>PENDING<|end|>",
+    ),
+    (
+        "chat",
+        CHAT,
+        {"turns": OPENAI},
+        f"{BRIEF}{FIRST}{REST}",
+        f"<|endoftext|>{BRIEF}{TRAINED}",
+    ),
+    ("chat", CHAT | SYSTEM, {"turns": OPENAI}, f"{ONE}{FIRST}{REST}", TRAINED),
+    (
+        "chat",
+        CHAT | {"conversation_style": "sharegpt"},
+        {"turns": SHAREGPT},
+        f"{BRIEF}{FIRST}{REST}",
+        f"<|endoftext|>{BRIEF}{TRAINED}",
+    ),
+    (
+        "chat",
+        CHAT | {"conversation_style": "sharegpt", **SYSTEM},
+        {"turns": SHAREGPT},
+        f"{ONE}{FIRST}{REST}",
+        TRAINED,
+    ),
+    ("text_completion", {}, {"text": TEXT}, f"{TEXT}<|end|>", f"<|endoftext|>{TEXT}<|end|>"),
+    (
+        "text_completion",
+        {"column": "t", "add_eos": False},
+        {"t": TEXT},
+        TEXT,
+        f"<|endoftext|>{TEXT}",
+    ),
 ]
 
 
@@ -48,23 +126,15 @@ def rows_file(folder: Path, *rows: dict[str, Any]) -> dict[str, str]:
     return {"source": "json", "data_files": str(path)}
 
 
-@pytest.mark.parametrize("source", ["folder", "torchtune"])
-@pytest.mark.parametrize(("name", "keys", "row"), CASES)
-def test_samples_are_those_of_torchtune(name, keys, row, source, tmp_path, model_folder):
-    of_folder = source == "folder"
-    tokenizer = (
-        hugging_face_tokenizer(str(model_folder))
-        if of_folder
-        else instantiate("tokenizer", llama3_tokenizer(tmp_path))
-    )
-    theirs = getattr(importlib.import_module("torchtune.datasets"), f"{name}_dataset")
+@pytest.mark.parametrize(("name", "keys", "row", "text", "trained"), CASES)
+def test_samples_are_those_of_torchtune(name, keys, row, text, trained, tmp_path, model_folder):
+    tokenizer = hugging_face_tokenizer(str(model_folder))
     ours = component("dataset", f"torchtune.datasets.{name}_dataset")
-    assert ours is not theirs
-    given = keys | rows_file(tmp_path, row, row)
-    expected, made = theirs(tokenizer, **given), ours(tokenizer, **given)
-    assert len(made) == len(expected) == 2
-    for key in ("tokens", "labels"):
-        assert list(made[1][key]) == list(expected[1][key])
+    made = ours(tokenizer, **keys, **rows_file(tmp_path, row, row))
+    assert len(made) == 2
+    tokens, labels = made[1]["tokens"], [t for t in made[1]["labels"] if t != IGNORE_INDEX]
+    assert tokenizer.decode(tokens, False) == f"<|endoftext|>{text}"
+    assert tokenizer.decode(labels, False) == trained
 
 
 @pytest.mark.parametrize(
@@ -96,17 +166,6 @@ def test_turns_in_another_order_are_refused(turns, told, tmp_path, model_folder)
     assert told in str(caught.value)
 
 
-def test_torchtunes_tokenizers_refuse_a_call(tmp_path):
-    ours = component("dataset", "torchtune.datasets.chat_dataset")
-    call = {"tool_calls": [{"function": {"name": "jobs", "arguments": "{}"}}]}
-    row = {"turns": [OPENAI[1], {"role": "assistant", "content": "", **call}]}
-    samples = ours(llama3_tokenizer(tmp_path), **CHAT, **rows_file(tmp_path, row))
-    with pytest.raises(
-        ConfigError, match="has tool_calls, which torchtune's tokenizers do not know"
-    ):
-        samples[0]
-
-
 @pytest.mark.parametrize(
     ("row", "told"),
     [
@@ -120,9 +179,3 @@ def test_what_is_no_text_is_refused(row, told, tmp_path, model_folder):
     tokenizer = hugging_face_tokenizer(str(model_folder))
     with pytest.raises(ConfigError, match=told):
         ours(tokenizer, **rows_file(tmp_path, row))[0]
-
-
-def test_every_name_is_one_of_torchtune():
-    for dotted in OWN_COMPONENTS:
-        module, _, name = dotted.rpartition(".")
-        assert component("key", dotted) is not getattr(importlib.import_module(module), name)

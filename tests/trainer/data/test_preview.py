@@ -7,9 +7,8 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-import sentencepiece
 
-from tests.trainer.runs import llama3_tokenizer, write_config
+from tests.trainer.runs import write_config
 from trainer.config import TrainConfig, instantiate, load, read_yaml
 from trainer.data import batches
 from trainer.data.preview import previews, spans
@@ -146,44 +145,6 @@ def test_a_character_is_whole_where_its_training_begins_within(model_folder):
     trained[3:] = False
     first, rest = spans(tokenizer, tokens, trained)
     assert first == {"trained": True, "text": "節"} and rest["text"] == "點 ist"
-
-
-def test_torchtunes_tokenizers_are_decoded_with_their_special_tokens(config_of, tmp_path):
-    block, row = KINDS["sharegpt"]
-    tokenizer = llama3_tokenizer(tmp_path)
-    (found,), faults = previews(config_of(block, [row], tokenizer), 1)
-    prompt, answer = found["shown"][0]["spans"][:2]
-    header = "<|start_header_id|>{}<|end_header_id|>\n\n"
-    assert faults == [] and prompt == {
-        "trained": False,
-        "text": f"<|begin_of_text|>{header.format('user')}Was heißt 節點?<|eot_id|>",
-    }
-    # torchtune's tokenizer trains the header of an answer, too.
-    said = f"{header.format('assistant')}節點 ist ein Knoten. 👩‍👩‍👧<|eot_id|>"
-    assert answer["trained"] and answer["text"].startswith(said)
-
-
-def test_spaces_of_sentencepiece_are_shown(config_of, tmp_path):
-    sentences = ["ein Knoten ist ein Rechner", "ein Rang ist ein Prozess", "Slurm hat Knoten"]
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(sentences * 20),
-        model_prefix=str(tmp_path / "spm"),
-        vocab_size=300,
-        byte_fallback=True,
-        hard_vocab_limit=False,
-        minloglevel=2,
-    )
-    block, row = KINDS["sharegpt"]
-    turns = [row["turns"][0], {"from": "gpt", "value": "ein Knoten  ist 節"}]
-    tokenizer = {
-        "_component_": "torchtune.models.mistral.mistral_tokenizer",
-        "path": str(tmp_path / "spm.model"),
-    }
-    (found,), faults = previews(config_of(block, [{"turns": turns}], tokenizer), 1)
-    assert faults == []
-    prompt, answer = found["shown"][0]["spans"]
-    assert "Was heißt 節點?" in prompt["text"]
-    assert answer["text"].split() == ["ein", "Knoten", "ist", "節"] and answer["trained"]
 
 
 def test_every_fault_of_the_first_samples_is_named(config_of):

@@ -11,7 +11,7 @@ import pytest
 
 from launcher.recipe import load as recipes
 from launcher.recipe import sweep, torchtune
-from tests.trainer.runs import llama3_tokenizer, write_config
+from tests.trainer.runs import write_config
 from trainer.config import load, parse, read_yaml
 from trainer.data import batches
 from trainer.data.tokenizers import hugging_face_tokenizer
@@ -136,19 +136,6 @@ def test_what_is_cut_off_an_answer_is_counted(build):
         "note: dataset: 2 of 3 samples are longer than tokenizer.max_seq_len=32: they are cut "
         f"there, and {whole[1:].sum() - 64} of {whole.sum()} tokens are left out"
     ]
-
-
-def test_torchtunes_tokenizer_cuts_in_its_own_way(build, tmp_path):
-    """Llama 3's ends what it cuts with its end token, as in torchtune's own recipes."""
-    tokenizer = llama3_tokenizer(tmp_path) | {"max_seq_len": 100}
-    block = {
-        "_component_": "torchtune.datasets.instruct_dataset",
-        "column_map": {"input": "q", "output": "a"},
-    }
-    found = build([{"q": "Why?", "a": "x" * 300}], block, tokenizer)
-    tokens, _ = found.rows.samples[0]
-    assert len(tokens) == 100 and chr(tokens[98]) == "x" and tokens[99] > 256
-    assert "cut there, and 2" in found.said[0] and "of 3" in found.said[0]
 
 
 # Weights of messages

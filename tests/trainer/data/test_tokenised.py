@@ -84,13 +84,13 @@ def test_what_many_ranks_have_tokenised_is_in_few_files(build, tmp_path, world, 
     meet, values = threading.Barrier(RANKS), [None] * RANKS
     tokenizer = instantiate("tokenizer", config.tokenizer)
     # transformers keeps one compiled chat template per process, which only one thread may use.
-    lock, tokens_of = threading.Lock(), type(tokenizer).__call__
+    lock, tokens_of = threading.Lock(), type(tokenizer).tokenize_turns
 
     def by_one_thread(*args: Any, **kwargs: Any) -> Any:
         with lock:
             return tokens_of(*args, **kwargs)
 
-    monkeypatch.setattr(type(tokenizer), "__call__", by_one_thread)
+    monkeypatch.setattr(type(tokenizer), "tokenize_turns", by_one_thread)
 
     def tokenise(rank: int) -> None:
         own = {name: getattr(world, name) for name in ("local_rank", "device", "cpu_group")}

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import yaml
 from transformers import AutoModelForCausalLM
 
-from tests.trainer.runs import MODEL_SIZES, Runs, metrics, tensors, train, write_config
+from tests.trainer.runs import Runs, metrics, tensors, train, write_config
 from trainer import check
 from trainer.checkpoint import weights
 from trainer.config import load
@@ -19,8 +19,6 @@ from trainer.data import batches
 from trainer.methods.sft import SupervisedFineTuning
 from trainer.models import build as models
 
-FOLDER = {"_component_": "transformers"}
-TORCHTUNE = {"_component_": "torchtune.models.llama3.llama3", **MODEL_SIZES}
 KINDS = {
     "ia3": {"adapter": "ia3"},
     "prompt": {"adapter": "prompt", "num_virtual_tokens": 7},
@@ -36,7 +34,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def config(folder: Path, model_folder: Path, dataset: Path, kind: str, **changes: Any) -> Path:
-    model = changes.pop("source", FOLDER) | KINDS[kind] | changes.pop("model", {})
+    model = KINDS[kind] | changes.pop("model", {})
     changes = {"save_adapter_weights_only": True} | changes
     return write_config(folder, model_folder, dataset, model=model, **changes)
 
@@ -56,7 +54,7 @@ def test_twenty_steps_equal_pefts_module_in_a_plain_loop(
     kind, tmp_path, model_folder, dataset, world
 ):
     changes = {"max_steps": 20, "clip_grad_norm": None}
-    path = config(tmp_path / "own", model_folder, dataset, kind, source=TORCHTUNE, **changes)
+    path = config(tmp_path / "own", model_folder, dataset, kind, **changes)
     train(path)
 
     own = load(path)
@@ -108,7 +106,7 @@ def test_layouts_equal_one_process(kind, layout, runs):
 def test_ia3_merges_exactly(tmp_path, model_folder, dataset):
     """Over a base in 4 bits, too: `PeftModel` and the merged folder give the same logits."""
     for name, model in (("plain", {}), ("nf4", {"quantize_base": True})):
-        given = {"save_adapter_weights_only": False, "model": model, "source": TORCHTUNE}
+        given = {"save_adapter_weights_only": False, "model": model}
         train(config(tmp_path / name, model_folder, dataset, "ia3", **given))
     export = tmp_path / "plain/export"
     with torch.inference_mode():

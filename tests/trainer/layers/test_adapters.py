@@ -11,9 +11,9 @@ from click.testing import CliRunner
 
 from launcher.cli import cookbook
 from runspec import adapters
-from tests.model_sizes import DEMO as MODEL_SIZES
 from tests.trainer.forks import Ranks
 from tests.trainer.runs import (
+    LINEAR,
     finish,
     lora_model,
     metrics,
@@ -106,19 +106,19 @@ def test_estimate_counts_its_parameters(tmp_path, model_folder, dataset, monkeyp
     recipe.write_text(yaml.safe_dump(content))
     found = CliRunner().invoke(cookbook, ["estimate", str(recipe), "--gpu", "h100-80", "--json"])
     assert found.exit_code == 0, found.output + repr(found.exception)
-    assert json.loads(found.output)["trainable"] == 3 * MODEL_SIZES["embed_dim"]
+    assert json.loads(found.output)["trainable"] == 3 * 128
     with pytest.raises(ValueError, match="there is no nowhere"):
         adapters.declared("nowhere.at_all.Kind")
 
 
-PLAIN = {"_component_": "torchtune.models.llama3.llama3", **MODEL_SIZES}
+PLAIN: dict[str, Any] = {}
 OFF = {
     "toy": (TOY["model"], {"_component_": "transformers"}, {"compile": True}),
     "lora": (lora_model(), PLAIN, {"compile": True}),
     "ia3": (PLAIN | {"adapter": "ia3"}, PLAIN, {"compile": True}),
     "prompt": (PLAIN | {"adapter": "prompt"}, PLAIN, {"compile": True}),
     "prefix-tp": (PLAIN | {"adapter": "prefix"}, PLAIN, {"tensor_parallel_dim": 2}),
-    "dora-fsdp": (lora_model(use_dora=True, apply_lora_to_output=True), PLAIN, {}),
+    "dora-fsdp": (lora_model(adapter="dora", lora_modules=[*LINEAR, "lm_head"]), PLAIN, {}),
 }
 
 

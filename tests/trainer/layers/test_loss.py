@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.trainer.runs import MODEL_SIZES, lora_model, write_config
+from tests.trainer.runs import LINEAR, described, empty_model, lora_model, write_config
 from trainer.config import load
 from trainer.layers import head
 from trainer.layers.batch import IGNORE_INDEX, MicroBatch
@@ -16,18 +16,21 @@ from trainer.layers.head import Factors
 from trainer.layers.log_probs import linear_cross_entropy, linear_log_probs
 from trainer.layers.loss import TokenLoss
 from trainer.model import Decoder, Inputs
-from trainer.models.build import empty_module
 
-LINEAR = {"_component_": "trainer.layers.loss.LinearCrossEntropy"}
+OWN = {"_component_": "trainer.layers.loss.LinearCrossEntropy"}
 PLAIN = {"_component_": "torch.nn.CrossEntropyLoss"}
-CHUNKED = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss", "num_output_chunks": 7}
+CHUNKED = OWN | {"num_output_chunks": 7}
 SMOOTHING = "label_smoothing"
-MODELS = {
-    "full": {"_component_": "torchtune.models.llama3.llama3", **MODEL_SIZES},
-    "lora": lora_model(),
-    "lora-output": lora_model(apply_lora_to_output=True),
-    "dora-output": lora_model(apply_lora_to_output=True, use_dora=True),
-    "tied": {"_component_": "torchtune.models.llama3_2.llama3_2", **MODEL_SIZES},
+TIED = {"tie_word_embeddings": True}
+# By name: what config.json has beside the demo's, and the `model` block.
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "full": ({}, {}),
+    "lora": ({}, lora_model()),
+    "lora-output": ({}, lora_model(lora_modules=[*LINEAR, "lm_head"])),
+    "dora-output": ({}, lora_model(adapter="dora", lora_modules=[*LINEAR, "lm_head"])),
+    "tied": (TIED, {}),
+    "capped": (TIED, {}),
+    "bias": ({}, {}),
 }
 CPU = torch.device("cpu")
 
@@ -50,17 +53,19 @@ def token_loss(folder: Path, model_folder: Path, dataset: Path, block: dict) -> 
     return TokenLoss(load(write_config(folder, model_folder, dataset, loss=block)))
 
 
-def random_model(block: dict, softcap: float | None = None) -> Decoder:
+def random_model(name: str, folder: Path) -> Decoder:
+    settings, block = MODELS[name]
     torch.manual_seed(0)
-    model = empty_module(block)
+    model = empty_model(described(folder / name, **settings), **block).to_empty(device=CPU)
     model.fill_buffers(CPU)
-    model.output_softcap = softcap
-    for name, parameter in model.named_parameters():
-        if "magnitude" in name:
+    for key, parameter in model.named_parameters():
+        if "magnitude" in key:
             torch.nn.init.uniform_(parameter, 0.5, 1.0)
-        elif "norm" not in name:
+        elif "norm" in key:
+            torch.nn.init.ones_(parameter)
+        else:
             torch.nn.init.normal_(parameter, std=0.05)
-        parameter.requires_grad_(model.adapter is None or model.adapter.owns(name))
+        parameter.requires_grad_(model.adapter is None or model.adapter.owns(key))
     return model
 
 
@@ -88,14 +93,14 @@ def gradients(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Ten
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", [*MODELS, "capped", "bias"])
-@pytest.mark.parametrize("block", [PLAIN | {"label_smoothing": 0.1}, LINEAR, CHUNKED])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("block", [PLAIN | {"label_smoothing": 0.1}, OWN, CHUNKED])
 def test_each_component_equals_the_plain_cross_entropy(
     name, block, tmp_path, model_folder, dataset
 ):
-    capped = name == "capped"
-    model = random_model(MODELS.get(name, MODELS["tied" if capped else "full"]))
-    model.output_softcap = 0.5 if capped else None
+    model = random_model(name, tmp_path)
+    if name == "capped":
+        model.output_softcap = 0.5
     if name == "bias":
         model.output_head.bias = torch.nn.Parameter(torch.randn(1024) / 10)
     loss, smoothing = token_loss(tmp_path, model_folder, dataset, block), block.get(SMOOTHING, 0.0)
@@ -114,8 +119,8 @@ def test_each_component_equals_the_plain_cross_entropy(
 def test_a_batch_without_trained_tokens_has_zero_gradients_everywhere(
     tmp_path, model_folder, dataset
 ):
-    model = random_model(MODELS["lora-output"])
-    loss = token_loss(tmp_path, model_folder, dataset, LINEAR)(model, batch(0.0), CPU)
+    model = random_model("lora-output", tmp_path)
+    loss = token_loss(tmp_path, model_folder, dataset, OWN)(model, batch(0.0), CPU)
     assert loss.item() == 0
     found = gradients(model, loss)
     assert found.keys() == {n for n, p in model.named_parameters() if p.requires_grad}

@@ -1,4 +1,4 @@
-"""DoRA, QLoRA and QDoRA: against torchtune, torchao and PEFT, in every layout, and resumed."""
+"""DoRA, QLoRA and QDoRA: against torchao and PEFT, in every layout, and resumed."""
 
 import json
 import shutil
@@ -8,31 +8,36 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, inject_adapter_in_model
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torchtune.modules.peft import DoRALinear
+from transformers import AutoModelForCausalLM
 
 from tests.trainer.runs import (
-    MODEL_SIZES,
+    LINEAR,
     Runs,
     assert_same_curve,
     assert_same_tensors,
+    described,
+    empty_model,
     lora_model,
     metrics,
     spec_of,
     write_config,
 )
 from trainer import config as configs
+from trainer.demo import ARCHITECTURE
 from trainer.errors import ConfigError
 from trainer.layers import linear, nf4
 from trainer.layers.adapters import lora_linear
 from trainer.layers.adapters.base import method
 from trainer.models import build as models
 
+FOLDER = {"_component_": "transformers"}
 METHODS = {
-    "dora": {"use_dora": True, "apply_lora_to_output": True},
+    "dora": {"adapter": "dora", "lora_modules": [*LINEAR, "lm_head"]},
     "qlora": {"quantize_base": True},
-    "qdora": {"use_dora": True, "quantize_base": True},
+    "qdora": {"adapter": "dora", "quantize_base": True},
 }
 
 
@@ -54,7 +59,7 @@ def dequantised_folder(tmp_path_factory, model_folder):
 
 def test_nf4_is_torchaos_without_the_second_quantisation():
     """torchao rounds the code table to 4 digits and the scales to 8 bits of their spread."""
-    from torchao.dtypes.nf4tensor import to_nf4
+    from torchao.quantization import to_nf4
 
     torch.manual_seed(0)
     weight = (torch.randn(512, 256) * 0.02).bfloat16().float()
@@ -116,26 +121,31 @@ def test_nf4_linear_keeps_only_the_packed_weight():
     torch.testing.assert_close(found, torch.autograd.grad(wanted, x, gradient)[0])
 
 
-def test_a_compiled_layer_keeps_no_dense_weight():
+def test_a_compiled_layer_keeps_no_dense_weight(tmp_path):
     """Both passes dequantise alike, and neither does it for the other."""
-    model = models.empty_module(lora_model(quantize_base=True))
+    model = empty_model(described(tmp_path), **lora_model(quantize_base=True))
+    model.to_empty(device="cpu")
     model.fill_buffers(torch.device("cpu"))
     nf4.fill_tables(model)
     for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora" in name)
         if nf4.is_packed(parameter):
             parameter.copy_(nf4.quantise(torch.randn(nf4.dense_shape(parameter)) * 0.05))
-        elif "lora" not in name:
-            parameter.requires_grad_(False)
-    layer, kept = model.layers[0], []
-    x = torch.randn(2, 24, MODEL_SIZES["embed_dim"], requires_grad=True)
-    layer(x).sum().backward()
+        elif "norm" in name:
+            nn.init.ones_(parameter)
+        else:
+            nn.init.normal_(parameter, std=0.05)
+    layer, kept = model.blocks[0], []
+    x = torch.randn(2, 24, ARCHITECTURE["hidden_size"], requires_grad=True)
+    angles = {"position_embeddings": model.base.rotary_emb(x, torch.arange(24).unsqueeze(0))}
+    layer(x, **angles).sum().backward()
     gradients = [x.grad, *(p.grad for p in layer.parameters() if p.requires_grad)]
     layer.zero_grad()
     x.grad = None
     torch._dynamo.reset()
     compiled = torch.compile(layer.forward, backend="aot_eager", fullgraph=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
-        out = compiled(x)
+        out = compiled(x, **angles)
     dense = {torch.Size(nf4.dense_shape(p)) for p in layer.parameters() if nf4.is_packed(p)}
     assert not dense & {shape for t in kept for shape in (t.shape, t.T.shape)}
     assert sum(nf4.is_packed(tensor) for tensor in kept) == 7
@@ -146,29 +156,30 @@ def test_a_compiled_layer_keeps_no_dense_weight():
 
 
 @pytest.mark.parametrize("quantised", [False, True])
-def test_dora_layer_is_torchtunes(quantised):
+def test_dora_layer_is_pefts(quantised):
     """Outputs and gradients, away from the start, where B is not zero and m is not the norm."""
     torch.manual_seed(0)
-    layer = DoRALinear(128, 96, rank=4, alpha=8)
-    nn.init.normal_(layer.lora_b.weight, std=0.1)
+    base = nn.Linear(128, 96, bias=False)
     if quantised:
-        layer.weight = nn.Parameter(dequantised(layer.weight.detach()))
-    layer.initialize_dora_magnitude()
+        base.weight = nn.Parameter(dequantised(base.weight.detach()))
+    settings = LoraConfig(r=4, lora_alpha=8, use_dora=True, target_modules=["0"])
+    (layer,) = inject_adapter_in_model(settings, nn.Sequential(base))
+    a, b = layer.lora_A["default"], layer.lora_B["default"]
+    magnitude = layer.lora_magnitude_vector["default"].weight
+    nn.init.normal_(b.weight, std=0.1)
     with torch.no_grad():
-        layer.magnitude += torch.randn(96) * 0.1
-    layer.weight.requires_grad_(False)
+        magnitude += torch.randn(96) * 0.1
     x = torch.randn(2, 5, 128, requires_grad=True)
-    moved = [x, layer.lora_a.weight, layer.lora_b.weight, layer.magnitude]
+    moved = [x, a.weight, b.weight, magnitude]
     gradient = torch.randn(2, 5, 96)
     wanted = layer(x)
     wanted_gradients = torch.autograd.grad(wanted, moved, gradient)
-    own = lora_linear.LowRankLinear(layer, rank=4, alpha=8, use_dora=True)
-    for name in ("lora_a", "lora_b", "magnitude"):
-        setattr(own, name, getattr(layer, name))
+    own = lora_linear.LowRankLinear(base, rank=4, alpha=8, use_dora=True)
+    own.lora_a, own.lora_b, own.magnitude = a, b, magnitude
     if quantised:
-        own.weight = nn.Parameter(nf4.quantise(layer.weight), requires_grad=False)
+        own.weight = nn.Parameter(nf4.quantise(base.weight), requires_grad=False)
         own.register_buffer("nf4_table", nf4.table())
-    torch.testing.assert_close(lora_linear.row_norms(own), layer.weight.norm(dim=1))
+    torch.testing.assert_close(lora_linear.row_norms(own), base.weight.norm(dim=1))
     found = own(x)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     found_gradients = torch.autograd.grad(found, moved, gradient)
@@ -201,9 +212,6 @@ def test_over_a_quantised_base_it_is_lora_on_the_dequantised_one(runs):
 def test_adapter_in_peft_gives_the_merged_models_logits(
     name, runs, model_folder, dequantised_folder
 ):
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
     assert metrics(runs[name])[-1]["loss"] < metrics(runs[name])[0]["loss"]
     export = runs[name] / "export"
     settings = json.loads((export / "adapter/adapter_config.json").read_text())
@@ -222,7 +230,7 @@ def test_adapter_in_peft_gives_the_merged_models_logits(
 def test_parameters_count_as_many_weights_as_they_stand_for(runs, world):
     config = configs.load(runs["qlora"] / "train.yaml")
     model, plain = (
-        models.build(replace(config, model=lora_model(**changes)), world)
+        models.build(replace(config, model=FOLDER | lora_model(**changes)), world)
         for changes in (METHODS["qlora"], {})
     )
     assert (model.method, plain.method) == ("QLoRA", "LoRA")
@@ -234,36 +242,20 @@ def test_parameters_count_as_many_weights_as_they_stand_for(runs, world):
     assert stored / dense <= 0.54
 
 
-def test_builders_with_and_without_quantize_base(world):
-    """Llama's builders have it, Qwen's know no such key, and a full builder cannot use it."""
-    qwen = {
-        "_component_": "torchtune.models.qwen2.lora_qwen2",
-        "lora_attn_modules": ["q_proj"],
-        "lora_rank": 4,
-        "lora_alpha": 8,
-        "quantize_base": True,
-        **MODEL_SIZES,
-    }
-    llama = {
-        "_component_": "torchtune.models.llama3_2.lora_llama3_2_1b",
-        "lora_attn_modules": ["q_proj"],
-        "quantize_base": True,
-    }
+def test_what_may_have_a_base_in_4_bits(tmp_path):
+    folder = described(tmp_path / "model")
     for block, wanted in (
-        (qwen, "QLoRA"),
-        (llama, "QLoRA"),
-        (llama | {"quantize_base": False}, "LoRA"),
-        (llama | {"use_dora": True}, "QDoRA"),
+        (METHODS["qlora"], "QLoRA"),
+        (METHODS["qlora"] | {"quantize_base": False}, "LoRA"),
+        (METHODS["qdora"], "QDoRA"),
     ):
-        with torch.device("meta"):
-            module = models.empty_module(block)
-        assert method(module) == wanted
-    for block, fault in (
-        ({"_component_": "torchtune.models.llama3.llama3"}, "only adapters can be trained"),
-        (lora_model(embed_dim=96), "needs inputs in blocks of 64, .* with 96 inputs"),
-    ):
-        with torch.device("meta"), pytest.raises(ConfigError, match=fault):
-            models.empty_module(MODEL_SIZES | block | {"quantize_base": True})
+        assert method(empty_model(folder, **lora_model(**block))) == wanted
+    with pytest.raises(ConfigError, match="only adapters can be trained"):
+        empty_model(folder, quantize_base=True)
+    with pytest.raises(ConfigError, match=r"needs inputs in blocks of 64, .* with 96 inputs"):
+        empty_model(
+            described(tmp_path / "narrow", hidden_size=96), **lora_model(quantize_base=True)
+        )
 
 
 CHECKPOINTING = {"activation_checkpointing": "full"}
@@ -284,10 +276,9 @@ def test_every_layout_equals_the_single_process(name, runs):
     assert "arning" not in runs.said[name]
 
 
-def test_blocks_that_the_ranks_do_not_divide_are_refused():
+def test_blocks_that_the_ranks_do_not_divide_are_refused(tmp_path):
     given = lora_model(quantize_base=True)
-    with torch.device("meta"):
-        model = models.empty_module(given)
+    model = empty_model(described(tmp_path), **given)
     spec = spec_of(given, tensor_parallel_dim=4)
     found = models.layout_faults(model, spec)
     assert any(

@@ -196,10 +196,11 @@ def test_it_goes_on_from_an_adapter_with_its_score_head(root, tmp_path, model_fo
 
 
 def test_what_cannot_be_a_reward_model_is_refused(tmp_path, model_folder, pairs):
-    path = config(tmp_path, model_folder, pairs, model=lora_model(apply_lora_to_output=True))
-    found = faults(read_yaml(path), RewardModelling)
-    assert [fault.partition(":")[0] for fault in found] == ["model.apply_lora_to_output", "model"]
-    assert "leave model._component_ out" in found[1]
+    path = config(
+        tmp_path, model_folder, pairs, model=lora_model(lora_modules=["q_proj", "lm_head"])
+    )
+    (fault,) = faults(read_yaml(path), RewardModelling)
+    assert fault.startswith("model.lora_modules")
 
 
 class Tokens(NamedTuple):

@@ -122,11 +122,11 @@ def test_losses_and_gradients_equal_a_plain_loops(family, tmp_path, sources, dat
 
 @pytest.mark.parametrize(
     ("family", "use_dora"),
-    [(name, False) for name in ("qwen3", "gemma3", "phi4-mini", "granite", "mixtral")]
-    + [("qwen2.5", True)]
+    [(name, False) for name in ("qwen3", "gemma2", "gemma3", "phi4-mini", "granite", "mixtral")]
+    + [("qwen2.5", True), ("phi4-mini", True)]
     + [
         pytest.param(name, False, marks=pytest.mark.long)
-        for name in ("gpt-oss", "deepseek-v3", "qwen3.5")
+        for name in ("llama3-tied", "mistral", "gpt-oss", "deepseek-v3", "qwen3.5")
     ],
 )
 def test_the_adapter_in_peft_gives_the_merged_models_logits(
@@ -241,6 +241,9 @@ def test_linear_attention_of_another_kind_is_neither_packed_nor_split(tmp_path, 
 # norms with an offset; multipliers of embedding and logits; fused rows; linear attention.
 BASES: Bases = {
     "qwen3": ADAPTED | {"family": "qwen3"},
+    # Biases and windows; soft caps.
+    "qwen2.5": ADAPTED | {"family": "qwen2.5"},
+    "gemma2": FULL | {"family": "gemma2"},
     "gemma3": FULL | {"family": "gemma3"},
     # A length of packed rows that tensor parallelism must add to.
     "granite": FULL | {"family": "granite", "row_length": 95},
@@ -250,6 +253,9 @@ BASES: Bases = {
 LAYOUTS: Layouts = {
     "qwen3-tp2": (2, TP),
     "qwen3-hsdp": (4, COPIES),
+    "qwen2.5-tp2": (2, TP),
+    "gemma2-tp2": (2, TP),
+    "gemma2-fsdp2": (2, HALF | CHECKPOINTED),
     "gemma3-tp2": (2, TP | CHECKPOINTED),
     "granite-tp2": (2, TP),
     "phi4-mini-fsdp2": (2, HALF),

@@ -1,12 +1,14 @@
 """Layouts that the model, the ranks or the optimizer cannot have are refused before a step."""
 
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.trainer.runs import (
-    MODEL_SIZES,
+    described,
+    empty_model,
     error_record,
     lora_model,
     spec_of,
@@ -19,17 +21,11 @@ from trainer.errors import ConfigError
 from trainer.models import build as models
 from trainer.parallel import world as distributed
 
-TIED = {"_component_": "torchtune.models.llama3_2.llama3_2", **MODEL_SIZES, "scale_factor": 1}
-
 
 def test_a_model_that_cannot_be_split_is_refused_on_every_rank(tmp_path, model_folder, dataset):
-    path = write_config(
-        tmp_path,
-        model_folder,
-        dataset,
-        tensor_parallel_dim=2,
-        model=lora_model(max_seq_len=511),
-    )
+    source = shutil.copytree(model_folder, tmp_path / "odd")
+    described(source, max_position_embeddings=511)
+    path = write_config(tmp_path, source, dataset, tensor_parallel_dim=2, model=lora_model())
     train(path, ranks=2, status=1)
     for rank in range(2):
         record = error_record(tmp_path, rank)
@@ -38,11 +34,10 @@ def test_a_model_that_cannot_be_split_is_refused_on_every_rank(tmp_path, model_f
         assert length.startswith("tensor_parallel_dim 2 does not divide the model's max_seq_len")
 
 
-def test_every_size_that_does_not_divide_is_named():
-    given = TIED | {"vocab_size": 1001, "intermediate_dim": 500}
-    with torch.device("meta"):
-        model = models.empty_module(given)
-    spec = spec_of(given, tensor_parallel_dim=3)
+def test_every_size_that_does_not_divide_is_named(tmp_path):
+    given = {"vocab_size": 1001, "intermediate_size": 500, "tie_word_embeddings": True}
+    model = empty_model(described(tmp_path, **given))
+    spec = spec_of({}, tensor_parallel_dim=3)
     found = models.layout_faults(model, spec)
     for name in ("num_heads 4", "num_kv_heads 2", "intermediate_dim 500", "vocab_size 1001"):
         assert any(f"3 does not divide the model's {name}: choose" in fault for fault in found)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.trainer.runs import MODEL_SIZES, Runs, lora_model, metrics, train, write_config
+from tests.trainer.runs import LINEAR, Runs, lora_model, metrics, train, write_config
 
 # fp32 on the CPU: only the order of summation differs. Adam divides by the root of tiny second
 # moments in its first steps, which enlarges that difference in single weights.
@@ -33,15 +33,8 @@ INPUTS_ON_CPU = RECOMPUTED | {"enable_activation_offloading": True}
 BASES: dict[str, dict[str, Any]] = {
     "full": {},
     "lora": {"model": lora_model()},
-    "lora-output": {"model": lora_model(apply_lora_to_output=True)},
-    "tied": {
-        "model": {
-            "_component_": "torchtune.models.llama3_2.llama3_2",
-            **MODEL_SIZES,
-            "scale_factor": 1,
-        },
-        "loss": {"_component_": "torch.nn.CrossEntropyLoss", "label_smoothing": 0.1},
-    },
+    "lora-output": {"model": lora_model(lora_modules=[*LINEAR, "lm_head"])},
+    "tied": {"loss": {"_component_": "torch.nn.CrossEntropyLoss", "label_smoothing": 0.1}},
     "slow": SLOW,
 }
 # What equals its base: ranks, and changes of its config.

@@ -83,7 +83,8 @@ class IA3(AdapterKind):
         names = {name: name.rpartition(".")[2] for name in split}
         known, given = set(names.values()), self.settings.get("target_modules")
         wanted = set(given or adapters.ia3_targets(model.family))
-        missing = wanted - known - (set() if given else {*adapters.MLP_LAST})
+        # A layer of experts has no linear layer of this name.
+        missing = wanted - known - (set() if given else {"down_proj"})
         if missing or not wanted & known:
             raise ConfigError(
                 f"model.target_modules: no layer {', '.join(sorted(missing or wanted))} for (IA)3; "

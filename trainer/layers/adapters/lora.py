@@ -163,23 +163,6 @@ class DoRA(LoRA):
     declared: ClassVar[adapters.Adapter] = adapters.DORA
 
 
-def built_in(model: Decoder, settings: Mapping[str, Any]) -> LoRA | None:
-    """The kind of the layers that a builder has made; None if there are none.
-
-    Args:
-        settings: the model block.
-    """
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, LowRankLinear)}
-    if not layers:
-        return None
-    dora = any(layer.magnitude is not None for layer in layers.values())
-    kind = (DoRA if dora else LoRA)(settings)
-    for name, layer in layers.items():
-        dropout = getattr(layer.dropout, "p", 0.0)
-        kind.wrap(model, name, layer.rank, layer.scaling * layer.rank, dropout)
-    return kind
-
-
 def _expert_tensors(model: Decoder, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], Ranks]:
     """The same of the experts' adapters; a module is one of their matrices."""
     tensors, ranks = {}, Ranks()
@@ -189,7 +172,7 @@ def _expert_tensors(model: Decoder, dtype: torch.dtype) -> tuple[dict[str, torch
         module = plain_name(name)
         for matrix, place in lora_experts.peft_places(f"{PEFT_PREFIX}{module}").items():
             a, b = (part.cpu() for part in layer.adapters[matrix].whole())
-            a, b = lora_experts.to_peft(a, b, layer.transposed)
+            a, b = lora_experts.to_peft(a, b)
             tensors[f"{place}.lora_A.weight"] = a.to(dtype)
             tensors[f"{place}.lora_B.weight"] = b.to(dtype)
             ranks[f"{module}.{matrix}"] = layer.rank
@@ -236,11 +219,15 @@ def _differences(kind: LoRA, model: Decoder, hub: Hub, settings: PeftConfig) -> 
         for theirs, ours, old, new in (
             ("r", "model.lora_rank", settings.rank, layer.rank),
             ("lora_alpha", "model.lora_alpha", settings.alpha, alpha),
-            ("use_dora", "model.use_dora", bool(settings.use_dora), kind.use_dora),
             ("use_rslora", "model.use_rslora", bool(settings.use_rslora), layer.use_rslora),
         )
         if not math.isclose(old, new)
     ]
+    if bool(settings.use_dora) != kind.use_dora:
+        theirs, own_kind = ("dora", "lora") if settings.use_dora else ("lora", "dora")
+        faults.append(
+            f"the adapter is {theirs}, the model's {own_kind}; set model.adapter={theirs}"
+        )
     yield from faults
     places = [
         key.removesuffix(".weight")

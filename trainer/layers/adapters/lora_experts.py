@@ -13,7 +13,7 @@ from trainer.layers.adapters.peft_config import scaling
 from trainer.sharded import full_tensor, gathered_row, local, near, row_of
 
 # Whose layout is written; the field of adapter_config.json says so.
-PEFT_VERSION = "0.18.1"
+PEFT_VERSION = "0.21.2"
 
 
 class ExpertsLoRA(nn.Module):
@@ -75,17 +75,12 @@ def add(layer: nn.Module, rank: int, alpha: float, use_rslora: bool = False) -> 
         layer.adapters[name] = ExpertsLoRA(getattr(layer, name), rank, layer.transposed)
 
 
-def to_peft(
-    a: torch.Tensor, b: torch.Tensor, transposed: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def to_peft(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A [experts, rank, in] and B [experts, out, rank] as lora_A and lora_B of PEFT_VERSION.
 
-    It (ParamWrapper.get_delta_weight) takes the weight for [experts, in, out] whatever it is:
-    lora_A is [experts x rank, in] and lora_B [out, rank x experts]. From 0.19 on a weight of
-    [experts, out, in] has them by its own sides, unless its class says is_transposed.
+    lora_A is [experts x rank, in] and lora_B [out, rank x experts] (PEFT's
+    ParamWrapper.get_delta_weight).
     """
-    if not transposed:
-        a, b = b.transpose(1, 2), a.transpose(1, 2)
     return a.flatten(0, 1).contiguous(), b.permute(1, 2, 0).flatten(1).contiguous()
 
 
@@ -93,6 +88,9 @@ def from_peft(
     a: torch.Tensor, b: torch.Tensor, adapter: ExpertsLoRA, transposed: bool, version: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The inverse of `to_peft`, of any PEFT's tensors.
+
+    Before 0.19 it took every weight for [experts, in, out]: where it is [experts, out, in], as
+    `transposed` says, the two changed places.
 
     Args:
         version: of the PEFT that wrote them, as in adapter_config.json, if it is known; where both

@@ -1,1 +1,0 @@
-"""torchtune's model builders as a source of models."""
