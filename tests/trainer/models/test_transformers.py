@@ -19,6 +19,7 @@ from tests.trainer.models.transformers_cases import (
 from tests.trainer.models.transformers_runs import (
     ADAPTED,
     AUXILIARY,
+    BY_OPERATION,
     CHECKPOINTED,
     COPIES,
     EP,
@@ -250,6 +251,8 @@ BASES: Bases = {
 LAYOUTS: Layouts = {
     "qwen3-tp2": (2, TP),
     "qwen3-hsdp": (4, COPIES),
+    "qwen3-fsdp2": (2, HALF | BY_OPERATION | {"compile": True}),
+    "qwen3-tp2-fsdp2": (4, TP | HALF | CHECKPOINTED | {"enable_activation_offloading": True}),
     "gemma3-tp2": (2, TP | CHECKPOINTED),
     "granite-tp2": (2, TP),
     "phi4-mini-fsdp2": (2, HALF),
