@@ -82,6 +82,8 @@ class LowRankLinear(AdaptedLinear):
         if not self.adapter_enabled:
             return linear.base(self, x, weight)
         inner, b = self._factors(x, own)
+        # Not torch.addmm: compiled, the kernel that uses the sum adds, which moves no more bytes.
+        # Up to torch 2.13 addmm first copies the base's outputs on a GPU.
         out = linear.base(self, x, weight) + F.linear(inner, b)
         if self.magnitude is None:
             return out
