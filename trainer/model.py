@@ -130,6 +130,8 @@ class Decoder(nn.Module, ABC):
     # Names of tensors that belong to other parts of the folder's model, such as its part for
     # images; the export holds them as they are.
     carried_tensors: tuple[str, ...] = ()
+    # Linear layers that read the same tensor, as far as the model knows.
+    shared_inputs: tuple[tuple[str, ...], ...] = ()
     # The names of all tensors of the model folder, for `fit`.
     folder_tensors: Collection[str] = ()
 

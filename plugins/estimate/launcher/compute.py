@@ -4,6 +4,7 @@ Each term is FLOPs or bytes over what a kind of kernel reaches of the GPU's data
 reach is in `Reached`, with its source; benchmarks/results/published.md compares the sum.
 
     products        a matrix product takes its FLOPs, and besides reads and writes its matrices
+    adapter         LoRA's products, and its results added to those of the base
     grouped         the experts' products: those of their rows, at a part of that speed
     attention       FLOPs of the query-key pairs, slower for short rows
     linear          linear attention: fp32 products, its elements, and a loop over chunks
@@ -85,7 +86,8 @@ class Compute:
         """Seconds of a layer's forward or backward pass by term, without what is computed again."""
         step, matrices = self.step, block.matrices.items()
         terms = {
-            "products": sum(self._products(name, m, backward) for name, m in matrices),
+            "products": sum(self._products(m, backward) for m in block.matrices.values()),
+            "adapter": self._low_rank(block, backward),
             "grouped": sum(self._grouped(name, m, backward) for name, m in matrices),
             "elements": (1 + backward) * self._elements(block) / self.bytes_per_s,
         }
@@ -108,25 +110,56 @@ class Compute:
         moved = self.step.element_bytes * (m * k + k * n + m * n)
         return 2 * m * k * n / (self.flops_per_s * speed) + moved / self.bytes_per_s
 
-    def _products(self, name: str, matrix: Matrix, backward: bool) -> float:
-        """A linear layer with its adapter: forward, or both gradients."""
+    def _sizes(self, matrix: Matrix) -> tuple[float, float, float]:
+        """Rows, inputs and outputs of a linear layer on a rank."""
+        step, by_row = self.step, matrix.role == "row"
+        split, own = step.split_of(matrix), matrix.part in ("router", "shared")
+        m = step.tokens / (step.layout.tensor_parallel if own else 1)
+        return (
+            m,
+            matrix.inputs / (split if by_row else 1),
+            matrix.outputs / (1 if by_row else split),
+        )
+
+    def _products(self, matrix: Matrix, backward: bool) -> float:
+        """A linear layer's base: forward, or the gradients."""
         step = self.step
         if matrix.role == "expert":
             return 0.0
-        split, by_row = step.split_of(matrix), matrix.role == "row"
-        k = matrix.inputs / (split if by_row else 1)
-        n = matrix.outputs / (1 if by_row else split)
-        own = matrix.part in ("router", "shared")
-        m = step.tokens / (step.layout.tensor_parallel if own else 1)
+        m, k, n = self._sizes(matrix)
         fp8 = step.fp8 and matrix.part != "router"
         times = (1 + step.is_full) if backward else 1
         took = times * self.product(m, k, n, self.reached.fp8 if fp8 else 1.0)
         if fp8:
             # Cast and scaled: read twice, written in one byte.
             took += 5 * (m * (n if backward else k) + k * n) / self.bytes_per_s
-        if rank := step.lora_rank if name in step.lora_targets else 0:
-            took += (1 + backward) * (self.product(m, k, rank) + self.product(m, rank, n))
         return took
+
+    def _low_rank(self, block: Block, backward: bool) -> float:
+        """LoRA of all linear layers: forward, or the gradients of A, B and the input.
+
+        A product with A reads the input, as does A's gradient, and that of the input is written. A
+        product with B writes the outputs, and both gradients read theirs. Without dropout there is
+        one product for the A's of layers that read the same tensor. Then the outputs are added to
+        the base's, or the gradients of the input: compiled, the kernel that uses the sum reads one
+        number more; else it is a kernel of its own, which reads two and writes one.
+        """
+        step, together = self.step, dict[object, tuple[float, float, int]]()
+        took = added = 0.0
+        for name, matrix in step.adapted(block) if step.lora_rank else ():
+            if matrix.role == "expert":
+                continue
+            m, k, n = self._sizes(matrix)
+            took += self.product(m, step.lora_rank, n)
+            added += 0 if backward else m * n
+            key = name if step.dropout else (matrix.part, matrix.role == "row", k)
+            _, _, ranks = together.get(key, (m, k, 0))
+            together[key] = m, k, ranks + step.lora_rank
+        for m, k, ranks in together.values():
+            took += self.product(m, k, ranks)
+            added += m * k if backward else 0
+        moved = self.passes * step.element_bytes * added
+        return (1 + backward) * took + moved / self.bytes_per_s
 
     def _grouped(self, name: str, matrix: Matrix, backward: bool) -> float:
         """The experts of a rank: a product each, in one kernel if there is one; else one after the
@@ -176,8 +209,8 @@ class Compute:
 
     def _elements(self, block: Block) -> float:
         """Bytes that a layer's forward pass moves beside its products and attention: norms and
-        residual sums, rotary embedding, the activation with its gate, what an adapter adds, and
-        experts' rows: into their order and back, and weighted.
+        residual sums, rotary embedding, the activation with its gate, and experts' rows: into their
+        order and back, and weighted.
         """
         step, tp, e = self.step, self.step.layout.tensor_parallel, self.step.element_bytes
         d, own = step.shape.dim, self.step.tokens / tp
@@ -189,8 +222,6 @@ class Compute:
             made = sum(matrix.outputs for _, matrix in block.of(part, "column", "fused"))
             per_token += made + block.inside(part)
         moved = self.passes * e * own * per_token
-        adapted = (m for n, m in step.adapted(block) if m.role != "expert" and step.lora_rank)
-        moved += 3 * e * own * sum(matrix.outputs for matrix in adapted)
         rows = expert_rows(step, block)
         return moved + e * rows * (7 * d + 3 * self.passes * block.inside("experts"))
 

@@ -105,6 +105,21 @@ def test_blocks_take_zeros_parts_and_bytes_that_were_cast():
         assert torch.equal(nf4.dequantise(cast, table, dtype), nf4.dequantise(packed, table, dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_compiled_code_computes_the_same_bits(dtype):
+    """Of every byte of codes, with scales of many sizes: zero, and so small that bf16 rounds."""
+    codes = torch.arange(256, dtype=torch.uint8).unflatten(0, (2, 4, 32))
+    scale = torch.tensor([0, 1, -3, 1e-3, 7e4, 1e-38, 1e-40, torch.inf]).bfloat16().view(2, 4, 1)
+    packed, table = torch.cat([codes, scale.view(torch.uint8)], -1), nf4.table()
+    torch._dynamo.reset()
+    compiled = torch.compile(nf4.dequantise, backend="aot_eager", fullgraph=True)
+    bits = torch.int16 if dtype == torch.bfloat16 else torch.int32
+    for given in (packed, packed[:1], packed.bfloat16()):
+        found, wanted = (each(given, table, dtype) for each in (compiled, nf4.dequantise))
+        assert found.shape == (len(given), 256) and found.dtype == dtype
+        assert torch.equal(found.view(bits), wanted.view(bits))
+
+
 def test_nf4_linear_keeps_only_the_packed_weight():
     torch.manual_seed(0)
     packed, table = nf4.quantise(torch.randn(96, 128)), nf4.table()
@@ -149,6 +164,7 @@ def test_a_compiled_layer_keeps_no_dense_weight(tmp_path):
     dense = {torch.Size(nf4.dense_shape(p)) for p in layer.parameters() if nf4.is_packed(p)}
     assert not dense & {shape for t in kept for shape in (t.shape, t.T.shape)}
     assert sum(nf4.is_packed(tensor) for tensor in kept) == 7
+    assert all(t.is_floating_point() or nf4.is_packed(t) for t in kept), "no codes in int32"
     out.sum().backward()
     found = [x.grad, *(p.grad for p in layer.parameters() if p.requires_grad)]
     for own, other in zip(found, gradients, strict=True):

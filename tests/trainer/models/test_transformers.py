@@ -19,6 +19,7 @@ from tests.trainer.models.transformers_cases import (
 from tests.trainer.models.transformers_runs import (
     ADAPTED,
     AUXILIARY,
+    BY_OPERATION,
     CHECKPOINTED,
     COPIES,
     EP,
@@ -256,6 +257,8 @@ LAYOUTS: Layouts = {
     "qwen2.5-tp2": (2, TP),
     "gemma2-tp2": (2, TP),
     "gemma2-fsdp2": (2, HALF | CHECKPOINTED),
+    "qwen3-fsdp2": (2, HALF | BY_OPERATION | {"compile": True}),
+    "qwen3-tp2-fsdp2": (4, TP | HALF | CHECKPOINTED | {"enable_activation_offloading": True}),
     "gemma3-tp2": (2, TP | CHECKPOINTED),
     "granite-tp2": (2, TP),
     "phi4-mini-fsdp2": (2, HALF),

@@ -11,7 +11,12 @@ from runspec import adapters
 from trainer.errors import ConfigError
 from trainer.layers import experts
 from trainer.layers.adapters import lora_experts, peft_config
-from trainer.layers.adapters.lora_linear import LowRankLinear, adapted_layers, row_norms
+from trainer.layers.adapters.lora_linear import (
+    LowRankLinear,
+    adapted_layers,
+    row_norms,
+    share,
+)
 from trainer.layers.adapters.peft_config import PeftConfig
 from trainer.model import PEFT_PREFIX, AdapterKind, Decoder, Hub, pattern, plain_name
 from trainer.sharded import full_tensor
@@ -59,6 +64,9 @@ class LoRA(AdapterKind):
         chosen += [name for last, name in head.items() if last in wanted]
         for name in chosen:
             self.wrap(model, name, rank, alpha, dropout)
+        # With dropout each layer has its own input.
+        for names in () if dropout else model.shared_inputs:
+            share([model.get_submodule(name) for name in names if name in chosen])
 
     @property
     def _use_rslora(self) -> bool:

@@ -50,11 +50,15 @@ class LowRankLinear(AdaptedLinear):
         self.lora_a = nn.Linear(weight.shape[1], rank, bias=False, **like)
         self.lora_b = nn.Linear(rank, weight.shape[0], bias=False, **like)
         nn.init.zeros_(self.lora_b.weight)
+        self.together: Together | None = None
 
     def _factors(self, x: torch.Tensor, own: Own) -> tuple[torch.Tensor, torch.Tensor]:
+        b = own("lora_b.weight", self.lora_b.weight)
+        if self.together is not None:
+            return self.together.inner(self, x), b
         # The factor meets r numbers per token, not all outputs, in the backward pass too.
         inner = F.linear(self.dropout(x), own("lora_a.weight", self.lora_a.weight)) * self.scaling
-        return inner, own("lora_b.weight", self.lora_b.weight)
+        return inner, b
 
     def factors(self, x: torch.Tensor, own: Own) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """x and W, the scaled A x and B; for DoRA the rows of W and B have their magnitudes."""
@@ -78,6 +82,8 @@ class LowRankLinear(AdaptedLinear):
         if not self.adapter_enabled:
             return linear.base(self, x, weight)
         inner, b = self._factors(x, own)
+        # Not torch.addmm: compiled, the kernel that uses the sum adds, which moves no more bytes.
+        # Up to torch 2.13 addmm first copies the base's outputs on a GPU.
         out = linear.base(self, x, weight) + F.linear(inner, b)
         if self.magnitude is None:
             return out
@@ -140,6 +146,41 @@ class LowRankLinear(AdaptedLinear):
     def products(self) -> tuple[float, float]:
         """Numbers of A and of B."""
         return self.lora_a.weight.numel(), self.lora_b.weight.numel()
+
+
+class Together:
+    """One product with the A's of several layers, which reads their input once.
+
+    So do the gradients of the A's, and the input's is written once. The first layer that is called
+    with a tensor makes the product, and each takes its part; then nothing of it is kept here.
+    """
+
+    def __init__(self, layers: list[LowRankLinear]) -> None:
+        self.layers = layers
+        self.x: torch.Tensor | None = None
+        self.parts: dict[int, torch.Tensor] = {}
+
+    def inner(self, layer: LowRankLinear, x: torch.Tensor) -> torch.Tensor:
+        """s A x of one of the layers, [..., rank]."""
+        place = self.layers.index(layer)
+        if self.x is not x or place not in self.parts:
+            weights = [
+                linear.own_part(each)("lora_a.weight", each.lora_a.weight) for each in self.layers
+            ]
+            inner = F.linear(x, torch.cat(weights)) * layer.scaling
+            self.x = x
+            self.parts = dict(enumerate(inner.split([len(a) for a in weights], -1)))
+        part = self.parts.pop(place)
+        if not self.parts:
+            self.x = None
+        return part
+
+
+def share(layers: list[LowRankLinear]) -> None:
+    """Let layers without dropout, of the same s, that read the same tensor, read it once."""
+    together = Together(layers) if len(layers) > 1 else None
+    for layer in layers:
+        layer.together = together
 
 
 def row_norms(layer: nn.Module, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -86,6 +86,7 @@ class TransformersDecoder(Decoder):
             self, flow, self._prefix, getattr(self.config, "base_model_tp_plan", None) or {}
         )
         self._roles, self._unsplit, self._pieces = roles.by_pattern(), roles.unsplit, roles.pieces
+        self.shared_inputs = flow.shared_inputs(self.linear_layers())
         if not self.packs:
             self._unsplit = ["it has layers of linear attention"]
         self._sizes = self._split_sizes()

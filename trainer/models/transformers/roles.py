@@ -78,6 +78,13 @@ class Flow:
 
         return hook
 
+    def shared_inputs(self, names: list[str]) -> tuple[tuple[str, ...], ...]:
+        """Which of the modules `names` had the same input, if several had."""
+        groups: dict[int, list[str]] = {}
+        for name in names:
+            groups.setdefault(id(self.into.get(name, name)), []).append(name)
+        return tuple(tuple(group) for group in groups.values() if len(group) > 1)
+
     def faults(self, model: Decoder, kinds: list[str] | None) -> list[str]:
         """What the pass did otherwise than block after block, each with its attention.
 
