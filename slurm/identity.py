@@ -32,12 +32,12 @@ def in_slurm() -> bool:
     return "SLURM_JOB_ID" in os.environ
 
 
-def process_of(job_id: str) -> dict[str, str | None]:
-    """Return what identifies a job without Slurm, {} for a job of Slurm."""
-    if not job_id.startswith(LOCAL_PREFIX):
-        return {}
-    started = process_start(int(job_id.removeprefix(LOCAL_PREFIX)))
-    return {"host": socket.gethostname(), "process_start": started}
+def this_process() -> dict[str, Any]:
+    """Return the same, and without Slurm what identifies the job's process."""
+    if in_slurm():
+        return this_job()
+    started = process_start(int(os.environ["JOB_PID"]))
+    return {**this_job(), "host": socket.gethostname(), "process_start": started}
 
 
 def process_ended(status: dict[str, Any]) -> bool:
@@ -54,24 +54,19 @@ def owned(status: dict[str, Any], attempt: int | None = None) -> bool:
 
     A job whose node was lost may still run beside the job that replaced it.
     """
-    if "job_id" not in status:
-        return True
     newer = attempt is not None and int(status.get("attempt", -1)) > attempt
-    return not newer and same_start(status)
+    return "job_id" not in status or (not newer and same_start(status))
 
 
 def is_of_this_start(status: dict[str, Any]) -> bool:
     """Whether a status was written by this start of this job, and by this very process of it."""
-    mine = {**this_job(), **process_of(own_job_id())}
-    return all(status.get(key) == value for key, value in mine.items())
+    return this_process().items() <= status.items()
 
 
 def same_start(record: dict[str, Any]) -> bool:
     """Whether a record was written by this start of this job."""
-    mine = this_job()
-    return all(
-        str(record.get(key, mine[key])) == str(mine[key]) for key in ("job_id", "restart_count")
-    )
+    mine, keys = this_job(), ("job_id", "restart_count")
+    return all(str(record.get(key, mine[key])) == str(mine[key]) for key in keys)
 
 
 def ranks_per_node() -> int:

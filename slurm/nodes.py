@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from slurm import allocation, records
 from slurm.identity import in_slurm
 from slurm.job_log import say
-from slurm.recorder import Recorder, seconds
+from slurm.records import Recorder, seconds
 
 # How long no node may answer: just after its controller has come back Slurm starts no step.
 _NO_NODE_S = 60.0

@@ -34,8 +34,7 @@ from slurm.history import attempts_of, read_object
 from slurm.identity import in_slurm, is_of_this_start, own_job_id
 from slurm.job_log import say
 from slurm.nodes import Nodes, head
-from slurm.recorder import NotRecorded, Recorder
-from slurm.records import Follows
+from slurm.records import Follows, NotRecorded, Recorder
 from slurm.rendezvous import port_of
 from slurm.retry import pause_s
 from slurm.watchdog import END_S, Watchdog
