@@ -16,9 +16,9 @@ from runspec.failure import fault
 from runspec.redact import redacted
 from runspec.states import LOCAL_PREFIX
 from runspec.storage import OF_A_DISK
-from slurm import allocation, faults, history, identity, job_log
+from slurm import allocation, faults, history, job_log
+from slurm.allocation import own_job_id, owned, this_job
 from slurm.history import attempts_of, gained_by, read_object, read_progress
-from slurm.identity import own_job_id, owned, this_job
 from slurm.job_log import say
 from slurm.retry import AttemptEnd, Verdict, bad_nodes, decide, ended_by_slurm
 
@@ -67,7 +67,7 @@ def begin(
     """
     status = read_object(run_dir / files.STATUS)
     running = status.get("state") == "RUNNING"
-    repeated = running and identity.is_of_this_start(status)
+    repeated = running and allocation.is_of_this_start(status)
     _refuse_what_is_done(run_dir, status)
     if running and not repeated:
         _end_of_earlier(run_dir, status, max_retries, exists)
@@ -90,13 +90,13 @@ def begin(
         "state": "RUNNING",
         "attempt": number,
         "nodes": hosts,
-        "gpus": identity.gpus(),
+        "gpus": allocation.gpus(),
         "started": time.time(),
         "saved_at_start": history.saved_work(run_dir),
         "job_log_bytes": log.stat().st_size if log.exists() else 0,
         **({"rollout_nodes": list(rollout_hosts)} if rollout_hosts else {}),
     }
-    _write_status(run_dir, {**started, **identity.this_process()})
+    _write_status(run_dir, {**started, **allocation.this_process()})
     return number
 
 
@@ -122,7 +122,7 @@ def _end_of_earlier(
     """Record the end of an attempt that could not: its node was lost, or Slurm requeued the job."""
     before = status.get("job_id")
     # Whether a process of this host runs is known without Slurm.
-    runs = before not in (None, own_job_id()) and not identity.process_ended(status)
+    runs = before not in (None, own_job_id()) and not allocation.process_ended(status)
     if runs and (str(before).startswith(LOCAL_PREFIX) or exists(str(before))):
         raise Follows(
             "failed",
@@ -190,7 +190,7 @@ def end(
             stop_asked=stop_asked,
             cancelled=_cancelled(run_dir, str(status["job_id"])),
             job_state=_why_ended(run_dir, status, job_state),
-            can_requeue=identity.in_slurm(),
+            can_requeue=allocation.in_slurm(),
             fruitless=0 if gained_by(run_dir, status) else history.count_fruitless(run_dir) + 1,
             max_retries=max_retries,
             not_started=job_log.not_started(log) if not any(logs.glob("node_*.log")) else "",
@@ -235,7 +235,7 @@ def _errors(run_dir: Path, status: dict[str, Any], log: str) -> list[dict[str, A
     # A user's own script may have a secret in its exception.
     errors = [{**each, "message": redacted(str(each.get("message", "")))} for each in errors]
     hosts = [str(host) for host in status.get("nodes") or []]
-    per_node = int(os.environ.get("LOGS_PER_NODE") or identity.ranks_per_node())
+    per_node = int(os.environ.get("LOGS_PER_NODE") or allocation.ranks_per_node())
     return faults.on_nodes(errors, hosts, per_node)
 
 
@@ -306,7 +306,7 @@ def nodes_to_leave(run_dir: Path, hosts: list[str], silent: Sequence[str] = ()) 
         silent: those that do not answer.
     """
     attempts = attempts_of(run_dir)
-    if not any(map(identity.same_start, attempts)):
+    if not any(map(allocation.same_start, attempts)):
         return []
     bad = bad_nodes(attempts) | set(silent)
     return [host for host in hosts if host in bad]

@@ -83,8 +83,7 @@ class Reason(NamedTuple):
     node: str | None = None  # of the rank that failed first, if it is known
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """How an attempt ended, and what the job does next."""
 
     state: str  # one of runspec.states
@@ -165,10 +164,6 @@ class AttemptEnd:
         return self.exit_code == 0 and self.progress.get("state") == "stopped"
 
     @property
-    def out_of_memory(self) -> bool:
-        return self.reason.cause == "out_of_memory"
-
-    @property
     def lacks_package(self) -> bool:
         """Whether the environment lacks a package: no earlier attempt of the job found it.
 
@@ -183,10 +178,9 @@ class AttemptEnd:
         place = os.environ.get("ENV_TITLE") or f"the environment {own}"
         if named is None:
             return f"the packages of {place} do not fit together: change environment.dependencies"
-        remedy = os.environ.get("ENV_REMEDY") or (
-            f"add {{}} to environment.dependencies in the recipe, or {own}/bin/python -m pip "
-            "install {}"
-        )
+        by_hand = f"{own}/bin/python -m pip install {{}}"
+        remedy = f"add {{}} to environment.dependencies in the recipe, or {by_hand}"
+        remedy = os.environ.get("ENV_REMEDY") or remedy
         return f"{place} lacks it: {remedy.replace('{}', next(filter(None, named.groups())))}"
 
     @cached_property
@@ -244,8 +238,8 @@ RULES = (
     # What a retry cannot fix, or has not fixed often enough.
     Rule("FAILED", "failed", lambda e: e.lacks_package, "{end.reason.message}; {end.how_to_add}"),
     Rule("FAILED", "failed", lambda e: e.error.get("permanent")),
-    Rule("FAILED", "failed", lambda e: e.out_of_memory and e.memory_is_result),
-    Rule("FAILED", "failed", lambda e: e.out_of_memory and e.cause_before == "out_of_memory",
+    Rule("FAILED", "failed", lambda e: e.reason.cause == "out_of_memory" and e.memory_is_result),
+    Rule("FAILED", "failed", lambda e: e.reason.cause == e.cause_before == "out_of_memory",
          "{end.reason.message}; twice in a row"),
     Rule("FAILED", "failed", lambda e: e.fruitless > e.max_retries == 0),
     Rule("FAILED", "failed", lambda e: e.fruitless > e.max_retries,

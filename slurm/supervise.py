@@ -28,16 +28,16 @@ from typing import NoReturn
 from runspec import files
 from runspec.processes import end_with_parent, terminate_with_parent
 from slurm import records
+from slurm.allocation import in_slurm, is_of_this_start, own_job_id
 from slurm.child import Child
 from slurm.companion import Companion, load
 from slurm.history import attempts_of, read_object
-from slurm.identity import in_slurm, is_of_this_start, own_job_id
 from slurm.job_log import say
 from slurm.nodes import Nodes, head
 from slurm.records import Follows, NotRecorded, Recorder
 from slurm.rendezvous import port_of
 from slurm.retry import pause_s
-from slurm.watchdog import END_S, Watchdog
+from slurm.watchdog import END_S, Watchdog, have_nodes_end_ranks
 
 FINISHED, FAILED, TERMINATED, BROKEN = 0, 1, 76, 70
 
@@ -260,8 +260,7 @@ class Supervisor:
         )
         self._child = self._attempt = None
         # Ranks that srun could not end: their nodes do.
-        with suppress(OSError):
-            (self._logs / files.END_RANKS).touch()
+        have_nodes_end_ranks(self._logs)
         if self.next == "run":
             # Such as after storage that was away.
             time.sleep(self.record(lambda run_dir: pause_s(attempts_of(run_dir))))

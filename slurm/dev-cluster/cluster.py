@@ -22,6 +22,7 @@ import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -318,15 +319,13 @@ def words_of(file: Path) -> list[str]:
 
 def free_ports(count: int) -> int:
     """Return the first of as many neighbouring TCP ports that nobody uses."""
-    used = set()
-    for table in filter(os.path.exists, ("/proc/net/tcp", "/proc/net/tcp6")):
-        lines = Path(table).read_text().splitlines()[1:]
-        used |= {int(line.split()[1].rpartition(":")[2], 16) for line in lines}
     for _ in range(1000):
         # Below the ports of runs, and those that the kernel assigns itself: a restarted daemon gets
         # its port again.
         first = random.randrange(10_000, 19_000)
-        if used.isdisjoint(range(first, first + count)):
+        with suppress(OSError), ExitStack() as taken:
+            for port in range(first, first + count):
+                taken.enter_context(socket.create_server(("", port)))
             return first
     fail(f"found no {count} free neighbouring TCP ports from 10000 on")
 
