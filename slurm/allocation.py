@@ -1,7 +1,4 @@
-"""Which job this is, Slurm's or a process of this host, and what it asks Slurm or has it do.
-
-Standard library only.
-"""
+"""Which job this is, Slurm's or a process of this host, and what it asks Slurm or has it do."""
 
 import os
 import re

@@ -1,7 +1,4 @@
-"""Why an attempt failed: what its ranks and nodes left in its log folder.
-
-Standard library only.
-"""
+"""Why an attempt failed: what its ranks and nodes left in its log folder."""
 
 import os
 import re

@@ -1,6 +1,6 @@
 """Reads from a run's records what its earlier attempts saved.
 
-slurm/records.py writes them. Standard library only.
+slurm/records.py writes them.
 """
 
 from itertools import takewhile

@@ -1,7 +1,7 @@
 """Writes to the job's log, and reads from it why Slurm ended a job or its steps.
 
 The job's state is COMPLETING when the job script learns of the end; the lines of slurmstepd and
-srun give the reason. Standard library only.
+srun give the reason.
 """
 
 import os

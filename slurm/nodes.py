@@ -1,7 +1,4 @@
-"""The nodes of a job: which the next attempt uses, when Slurm can start it, and the requeue.
-
-Standard library only.
-"""
+"""The nodes of a job: which the next attempt uses, when Slurm can start it, and the requeue."""
 
 import os
 import socket

@@ -1,7 +1,7 @@
 """Keeps a run's records from inside its job, again while the filesystem refuses them.
 
 Each function that takes a run directory may be called again, wherever the call before it, or its
-process, was ended; whatever raises OSError is, by Recorder. Standard library only.
+process, was ended; whatever raises OSError is, by Recorder.
 """
 
 import os

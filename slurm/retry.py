@@ -1,6 +1,6 @@
 """Decides what follows an attempt: the run is finished, it fails, or another attempt starts.
 
-slurm/records.py collects the input, slurm/supervise.py does what is decided. Standard library only.
+slurm/records.py collects the input, slurm/supervise.py does what is decided.
 """
 
 import os

@@ -9,7 +9,7 @@ named before the --, as --companion MODULE:CLASS (slurm/companion.py).
 
 If it is killed, the job script starts it again: it reads the records and goes on, with the same
 processes if an attempt runs. Exit status: 0 finished or requeued, 1 failed, 76 ended by TERM; after
-any other one it is restarted. Standard library only.
+any other one it is restarted.
 """
 
 import argparse

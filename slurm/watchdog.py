@@ -1,6 +1,6 @@
 """What the supervisor looks at while an attempt runs: hangs, ranks that do not stop or do not end.
 
-The job script sets HANG_TIMEOUT_S and SIGNAL_LEAD_S. Standard library only.
+The job script sets HANG_TIMEOUT_S and SIGNAL_LEAD_S.
 """
 
 import math

@@ -10,8 +10,8 @@ env     print the shell line that makes sbatch, srun and squeue use it: eval "$(
 
 # One munged, one slurmctld and one slurmd per node, all run by the calling user (root or not), with
 # their own configuration, munge key and socket, ports and state folder, so that several clusters
-# can run side by side. Only processes of the named cluster are ever signalled. Standard library
-# only, and a Python of the host's own that may be older than the kit's.
+# can run side by side. Only processes of the named cluster are ever signalled. The host's own
+# Python runs it too, which may be older than the kit's, and has no package of others.
 
 from __future__ import annotations
 
@@ -261,10 +261,10 @@ class Cluster:
             wait_until(lambda: not self.ask("squeue", "-h").stdout, 2)
         # The controller first, or it would start queued jobs when others end. Nothing has to be
         # saved, and after a TERM slurmd would wait for jobs that do not end.
-        wait_until(lambda: not self.kill("slurmctld"), STOP_TIMEOUT_S)
-        wait_until(lambda: not self.kill(), STOP_TIMEOUT_S)
-        if left := self.kill():
-            fail(f"could not end these processes of {self.state}: {' '.join(map(str, left))}")
+        ended = wait_until(lambda: not self.kill("slurmctld"), STOP_TIMEOUT_S)
+        if not (ended and wait_until(lambda: not self.kill(), STOP_TIMEOUT_S)):
+            left = " ".join(map(str, self.processes(True)))
+            fail(f"could not end these processes of {self.state}: {left}")
         for file in ("munge.socket", "munge.socket.lock"):
             (self.state / file).unlink(missing_ok=True)
 
@@ -287,7 +287,8 @@ class Cluster:
         found = {}
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # it has ended, or is another user's
-                name, words = (process / "comm").read_text().strip(), words_of(process / "cmdline")
+                name = (process / "comm").read_text().strip()
+                words = (process / "cmdline").read_text(errors="replace").split("\0")
                 # A daemon is recognised by its name and by this cluster's file in its arguments:
                 # the pid in a pid file may belong to another process by now.
                 own = {str(self.conf), f"--socket={self.state}/munge.socket"}.intersection(words)
@@ -304,17 +305,13 @@ class Cluster:
         if hidden and os.readlink(process / "cwd") == str(self.log):
             return True
         # What a job left behind has this cluster's SLURM_CONF and a node's name in its environment.
-        words = words_of(process / "environ")
+        words = (process / "environ").read_text(errors="replace").split("\0")
         named = any(word.startswith("SLURMD_NODENAME=") for word in words)
         return named and f"SLURM_CONF={self.conf}" in words
 
 
 def nodes_of(shape: str) -> list[str]:
     return [f"n{number + 1}" for number in range(int(shape.split()[0][len("nodes=") :]))]
-
-
-def words_of(file: Path) -> list[str]:
-    return file.read_text(errors="replace").split("\0")
 
 
 def free_ports(count: int) -> int:
@@ -330,10 +327,13 @@ def free_ports(count: int) -> int:
     fail(f"found no {count} free neighbouring TCP ports from 10000 on")
 
 
-def wait_until(done: Callable[[], object], seconds: float = READY_TIMEOUT_S) -> None:
+def wait_until(done: Callable[[], object], seconds: float = READY_TIMEOUT_S) -> bool:
     deadline = time.monotonic() + seconds
-    while not done() and time.monotonic() <= deadline:
+    while not done():
+        if time.monotonic() > deadline:
+            return False
         time.sleep(0.05)
+    return True
 
 
 def twice(seen: Callable[[], object]) -> bool:
