@@ -22,11 +22,10 @@ STORAGE = "StorageError"
 OUT_OF_MEMORY = "OutOfMemory"
 # How long the job script waits for storage that cannot be read: Slurm may kill it after 30 s.
 WAIT_S = 5.0
-# What ends the other ranks, in the order in which it explains the rest.
+# Types in the order in which they explain the rest; None for those that are not named here. If the
+# connection to another rank broke, often that rank's own fault says why.
 _FIRST = (*WATCHDOG, NODE_FAILURE, BAD_NODE, OUT_OF_MEMORY, "Killed")
-
-# The connection to another rank broke: often that rank's own fault says why.
-_OF_OTHERS = ("NetworkTimeout", "NetworkError", "PeerError")
+_ORDER = (*_FIRST, None, "NetworkTimeout", "NetworkError", "PeerError")
 
 # What NCCL's watchdog writes before it ends the rank.
 _NCCL_TIMEOUT = re.compile(r"^.*Watchdog caught collective operation timeout.*$", re.MULTILINE)
@@ -47,15 +46,8 @@ SIGKILL = (
 )
 
 # What srun says of a task that a signal ended; TERM explains nothing, as above.
-_FATAL = (
-    signal.SIGKILL,
-    signal.SIGSEGV,
-    signal.SIGABRT,
-    signal.SIGBUS,
-    signal.SIGILL,
-    signal.SIGFPE,
-)
-_SIGNALS = {str(signal.strsignal(number)): number.name for number in _FATAL}
+_FATAL = ("SIGKILL", "SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE")
+_SIGNALS = {str(signal.strsignal(signal.Signals[name])): name for name in _FATAL}
 
 # What torch puts before a traceback of a rank that is in a process group.
 _PREFIX = re.compile(r"^\[rank\d+\]:(?: |$)", re.MULTILINE)
@@ -111,10 +103,8 @@ def first_error(errors: list[dict[str, Any]]) -> dict[str, Any] | None:
     """
 
     def order(error: dict[str, Any]) -> tuple[bool, int, float]:
-        kind = str(error.get("type"))
-        place = _FIRST.index(kind) if kind in _FIRST else len(_FIRST)
-        if kind in _OF_OTHERS:
-            place += 1 + _OF_OTHERS.index(kind)
+        kind = error.get("type")
+        place = _ORDER.index(kind if kind in _ORDER else None)
         return not error.get("permanent"), place, float(error.get("time", 0))
 
     return min(errors, key=order, default=None)

@@ -159,11 +159,6 @@ class AttemptEnd:
         return state == "finished" or (self.exit_code == 0 and state is None)
 
     @property
-    def stopped(self) -> bool:
-        """Whether the ranks saved and stopped by themselves."""
-        return self.exit_code == 0 and self.progress.get("state") == "stopped"
-
-    @property
     def lacks_package(self) -> bool:
         """Whether the environment lacks a package: no earlier attempt of the job found it.
 
@@ -210,7 +205,7 @@ class AttemptEnd:
             return Reason(_cause(self.error), describe(self.error), self.error.get("host") or None)
         if self.stop_asked:
             return Reason("time_limit", "stopped before the time limit")
-        if self.stopped:
+        if self.exit_code == 0 and self.progress.get("state") == "stopped":
             return Reason("stopped", "the ranks were asked to stop, but not by the job script")
         message = "no rank recorded an error"
         if self.exit_code == 128 + signal.SIGKILL:

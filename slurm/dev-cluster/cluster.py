@@ -399,13 +399,16 @@ def options(words: list[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add, root = parser.add_argument, f"/tmp/slurm-cookbook-{os.getuid()}"
-    add("--name", default="default", help="which cluster (%(default)s)")
-    add("--state", default=root, metavar="DIR", help="folder of all clusters' state (%(default)s)")
+    add("--name", default="default", help="which cluster (default: %(default)s)")
+    state = "folder of all clusters' state (default: %(default)s)"
+    add("--state", default=root, metavar="DIR", help=state)
     add = parser.add_argument_group("additional options of up").add_argument
-    add("--nodes", default="2", metavar="N", help="number of nodes, n1 to nN (%(default)s)")
-    gpus = "fake GPUs per node, as --gres=gpu:h100:G (%(default)s; 0 for none)"
+    add(
+        "--nodes", default="2", metavar="N", help="number of nodes, n1 to nN (default: %(default)s)"
+    )
+    gpus = "fake GPUs per node, as --gres=gpu:h100:G (default: %(default)s; 0 for none)"
     add("--gpus", default="8", metavar="G", help=gpus)
-    delay = "how long a requeued job waits, and the lifetime of a job credential (%(default)s)"
+    delay = "how long a requeued job waits, and a job credential lives (default: %(default)s)"
     add("--requeue-delay", default="10", metavar="SECONDS", help=delay)
     more = "another slurm.conf setting, such as KillWait=2; may be repeated"
     add("--set", default=[], action="append", metavar="KEY=VALUE", help=more)
