@@ -21,15 +21,10 @@ def own_job_id() -> str:
 
 def this_job() -> dict[str, Any]:
     """Return what identifies this start of this job: two clusters may give the same id."""
-    named = {
-        "cluster": os.environ.get("SLURM_CLUSTER_NAME"),
-        "slurm_conf": os.environ.get("SLURM_CONF"),
-    }
-    return {
-        "job_id": own_job_id(),
-        "restart_count": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
-        **({key: value for key, value in named.items() if value} if in_slurm() else {}),
-    }
+    named = {"cluster": "SLURM_CLUSTER_NAME", "slurm_conf": "SLURM_CONF"} if in_slurm() else {}
+    mine = {key: os.environ[name] for key, name in named.items() if os.environ.get(name)}
+    restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    return {"job_id": own_job_id(), "restart_count": restarts, **mine}
 
 
 def in_slurm() -> bool:
@@ -95,13 +90,7 @@ def ask(argv: Sequence[str], wait_s: float = 30) -> str | None:
 def said(argv: Sequence[str], wait_s: float) -> tuple[int, str]:
     """Return a command's exit status and output; the error messages too if it fails."""
     try:
-        done = subprocess.run(
-            argv,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=wait_s,
-            check=False,
-        )
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=wait_s)
     except subprocess.TimeoutExpired as late:
         status, words = 124, (late.stdout or b"") + (late.stderr or b"")
     except OSError as error:

@@ -124,11 +124,8 @@ def _end_of_earlier(
     # Whether a process of this host runs is known without Slurm.
     runs = before not in (None, own_job_id()) and not allocation.process_ended(status)
     if runs and (str(before).startswith(LOCAL_PREFIX) or exists(str(before))):
-        raise Follows(
-            "failed",
-            f"job {before} still works on this run: to start it again, cancel that job first: "
-            f"cookbook cancel {run_dir.name}",
-        )
+        first = f"to start it again, cancel that job first: cookbook cancel {run_dir.name}"
+        raise Follows("failed", f"job {before} still works on this run: {first}")
     log = _log_of(run_dir, status)
     nodes = job_log.lost_nodes(log)
     if not _has_line(run_dir, status):
@@ -136,11 +133,9 @@ def _end_of_earlier(
         _append_attempt(run_dir, status, None, lost, nodes)
     fruitless = history.count_fruitless(run_dir)
     if fruitless > (max_retries or _MAX_LOST):
-        message = (
-            f"{fruitless} attempts saved nothing new, the last of them ended without a record; "
-            f"continue with: cookbook resume {run_dir.name}"
-        )
-        raise _refused(run_dir, status, "lost", message)
+        message = f"{fruitless} attempts saved nothing new, the last of them ended without a record"
+        again = f"continue with: cookbook resume {run_dir.name}"
+        raise _refused(run_dir, status, "lost", f"{message}; {again}")
 
 
 def end(
@@ -269,14 +264,9 @@ def _end_between(run_dir: Path, status: dict[str, Any], job_state: str) -> str:
     """Record that the job ended after one attempt and before the next; return what follows."""
     log = _log_of(run_dir, status)
     lost = [{"type": faults.NODE_FAILURE, "host": node} for node in job_log.lost_nodes(log)]
-    job_end = AttemptEnd(
-        exit_code=143,
-        progress={},
-        errors=lost,
-        cancelled=_cancelled(run_dir, str(status["job_id"])),
-        job_state=_why_ended(run_dir, status, job_state) or "",
-    )
-    verdict = decide(job_end)
+    cancelled = _cancelled(run_dir, str(status["job_id"]))
+    state = _why_ended(run_dir, status, job_state) or ""
+    verdict = decide(AttemptEnd(143, {}, lost, cancelled=cancelled, job_state=state))
     between(run_dir, verdict.message, state=verdict.state, cause=verdict.cause)
     return verdict.next
 

@@ -177,11 +177,8 @@ class Supervisor:
             raise Follows("requeue")
         self._nodes.choose()
         os.environ |= head(self._nodes.hosts)
-        hosts, rollout_hosts = self._nodes.hosts, self._nodes.rollout_hosts
-        prepare = self._companion.prepare
-        number = self.record(
-            records.begin, hosts, self._max_retries, rollout_hosts, prepare=prepare
-        )
+        hosts, given = self._nodes.hosts, (self._max_retries, self._nodes.rollout_hosts)
+        number = self.record(records.begin, hosts, *given, prepare=self._companion.prepare)
         self._stop_asked = False
         self._enter(number)
         first = f"{os.environ['HEAD_ADDR']}:{os.environ['HEAD_PORT']}"
