@@ -113,11 +113,7 @@ def description() -> str | None:
 
 
 def field(name: str, job: str | None = None) -> str:
-    """Return a field of this job's description, "" if it is unknown.
-
-    Args:
-        job: the description, if it was just asked for.
-    """
+    """Return a field of this job's description, which may be given as job, "" if unknown."""
     match = re.search(rf" {name}=(\S*)", (description() if job is None else job) or "")
     return match[1] if match and match[1] != "(null)" else ""
 

@@ -130,10 +130,7 @@ def describe(error: dict[str, Any]) -> str:
 
 
 def full_disk(run_dir: Path) -> dict[str, Any] | None:
-    """Return the record of a disk that is full, None if the run's has space.
-
-    Nodes share it, so none is named.
-    """
+    """Return the record of a full disk, which names no node, or None if the run's has space."""
     probe = run_dir / f".probe.{os.getpid()}"
     try:
         with probe.open("xb", buffering=0) as file:

@@ -220,11 +220,7 @@ def _recorded(
 
 
 def _errors(run_dir: Path, status: dict[str, Any], log: str) -> list[dict[str, Any]]:
-    """Return what ranks, nodes and Slurm left of an attempt's faults.
-
-    Args:
-        log: the job's log since the attempt began.
-    """
+    """Return the faults that an attempt has left; log: the job's since it began."""
     logs = run_dir / files.LOGS / str(status["attempt"])
     errors = [*faults.read_errors(logs), *faults.slurm_errors(log, logs)]
     # A user's own script may have a secret in its exception.
@@ -288,12 +284,8 @@ def _has_line(run_dir: Path, status: dict[str, Any]) -> bool:
 def nodes_to_leave(run_dir: Path, hosts: list[str], silent: Sequence[str] = ()) -> list[str]:
     """Return the nodes of the allocation without which the job has to be requeued.
 
-    Those do not answer, or two attempts in a row name them. A new allocation is tried at least
-    once: if Slurm did not exclude the node, the job would be requeued forever.
-
-    Args:
-        hosts: the allocation's nodes.
-        silent: those that do not answer.
+    Those are silent, which do not answer, or two attempts in a row name them. A new allocation is
+    tried at least once: if Slurm did not exclude the node, the job would be requeued forever.
     """
     attempts = attempts_of(run_dir)
     if not any(map(allocation.same_start, attempts)):

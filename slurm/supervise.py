@@ -237,10 +237,7 @@ class Supervisor:
             (self.run_dir / files.STOP).touch()
 
     def _end(self, status: int) -> None:
-        """Record the end of the attempt, and wait until the next one can start.
-
-        Args:
-            status: its exit status.
+        """Record the attempt's end by its exit status; wait until the next one can start.
 
         Raises:
             Follows: no attempt follows.

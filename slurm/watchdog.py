@@ -130,10 +130,7 @@ def laggards(logs: Path) -> list[tuple[int, str, str]]:
 
 
 def record(logs: Path, kind: str, message: str) -> None:
-    """Write a fault as a record for the job script.
-
-    It names the ranks that hold up the others.
-    """
+    """Write a fault, with the ranks that hold up the others, as a record for the job script."""
     slow = laggards(logs)
     named = ", ".join(f"rank {rank} on {node} {symptom}" for rank, node, symptom in slow[:4])
     more = f" and {len(slow) - 4} more" if len(slow) > 4 else ""

@@ -114,10 +114,8 @@ class Cluster:
             fail(f"daemons of '{self.name}' are dead: {again}")
         require_programs()
         for argv in (["sinfo", "-o", "%P %N %t %c %m %G"], ["squeue"]):
-            answer = self.ask(*argv)
-            print(answer.stdout, end="", flush=True)
-            if answer.returncode:
-                fail(answer.stderr.strip() or f"{argv[0]} has not answered in 5 s")
+            if self.run(["timeout", "5", *argv]).returncode:
+                fail(f"{argv[0]} does not answer")
         print(self.use_line)
 
     def show_env(self) -> None:
