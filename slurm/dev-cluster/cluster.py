@@ -210,9 +210,9 @@ class Cluster:
         if not self.answers():
             self.give_up("slurmctld", "slurmctld does not answer")
         # slurmd itself would start the slurmstepd of the folder for which it was built.
-        own = ["-f", str(self.conf), "-d", str(shutil.which("slurmstepd"))]
+        stepd = str(shutil.which("slurmstepd"))
         for node in self.nodes:
-            self.start_daemon(f"slurmd-{node}", *own, "-N", node)
+            self.start_daemon(f"slurmd-{node}", "-f", str(self.conf), "-N", node, "-d", stepd)
         wait_until(lambda: not self.not_ready() or twice(self.dead))
         if nodes := self.not_ready():
             self.give_up(f"slurmd-{nodes[0]}", f"not ready: {' '.join(nodes)}")
