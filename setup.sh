@@ -387,7 +387,7 @@ has_accounting() (
 
 # Sets SLURM to cluster (it answers), one-host (started here) or none.
 find_slurm() {
-  local cluster=$REPO/slurm/dev-cluster/cluster.sh
+  local cluster=$REPO/slurm/dev-cluster/cluster.py
   SLURM=none
   if command -v sbatch >/dev/null && timeout 10 sinfo --noheader >/dev/null 2>&1; then
     SLURM=cluster
@@ -401,8 +401,8 @@ find_slurm() {
     can_install || return 0
     apt_install slurm-wlm munge
   fi
-  bash "$cluster" up --name "$1" || die "the one-host Slurm did not start: see above, or bash $cluster --help"
-  eval "$(bash "$cluster" env --name "$1")"
+  "$VENV/bin/python" "$cluster" up --name "$1" || die "the one-host Slurm did not start: see above, or $cluster --help"
+  eval "$("$VENV/bin/python" "$cluster" env --name "$1")"
   SLURM=one-host
 }
 
@@ -626,8 +626,8 @@ case $WANT in
     if [ "$SLURM" = one-host ]; then
       say ''
       say "the one-host Slurm keeps running:"
-      say "  use it    source $VENV/bin/activate; eval \"\$(bash $REPO/slurm/dev-cluster/cluster.sh env --name demo)\"; squeue"
-      say "  stop it   bash $REPO/slurm/dev-cluster/cluster.sh down --name demo"
+      say "  use it    source $VENV/bin/activate; eval \"\$(python $REPO/slurm/dev-cluster/cluster.py env --name demo)\"; squeue"
+      say "  stop it   $VENV/bin/python $REPO/slurm/dev-cluster/cluster.py down --name demo"
     fi
     ;;
   test | test-all)

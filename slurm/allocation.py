@@ -1,16 +1,84 @@
-"""What a job asks Slurm about its allocation, and has it do, by Slurm's own commands.
-
-Standard library only.
-"""
+"""Which job this is, Slurm's or a process of this host, and what it asks Slurm or has it do."""
 
 import os
 import re
+import socket
 import subprocess
 import time
 from collections.abc import Sequence
+from typing import Any
+
+from runspec.states import LOCAL_PREFIX, process_start
 
 # In sinfo's short states: such a node starts no job.
 _AWAY = re.compile(r"down|drain|drng|fail|maint|unk|\*")
+
+
+def own_job_id() -> str:
+    """Return the id of this job, or of this process on a host without Slurm."""
+    return os.environ.get("SLURM_JOB_ID") or f"{LOCAL_PREFIX}{os.environ['JOB_PID']}"
+
+
+def this_job() -> dict[str, Any]:
+    """Return what identifies this start of this job: two clusters may give the same id."""
+    named = {"cluster": "SLURM_CLUSTER_NAME", "slurm_conf": "SLURM_CONF"} if in_slurm() else {}
+    mine = {key: os.environ[name] for key, name in named.items() if os.environ.get(name)}
+    restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    return {"job_id": own_job_id(), "restart_count": restarts, **mine}
+
+
+def in_slurm() -> bool:
+    return "SLURM_JOB_ID" in os.environ
+
+
+def this_process() -> dict[str, Any]:
+    """Return the same, and without Slurm what identifies the job's process."""
+    if in_slurm():
+        return this_job()
+    started = process_start(int(os.environ["JOB_PID"]))
+    return {**this_job(), "host": socket.gethostname(), "process_start": started}
+
+
+def process_ended(status: dict[str, Any]) -> bool:
+    """Whether the attempt ran without Slurm, and its process is not on this host any more."""
+    job_id = str(status.get("job_id"))
+    if not job_id.startswith(LOCAL_PREFIX):
+        return False
+    started = process_start(int(job_id.removeprefix(LOCAL_PREFIX)))
+    return started is None or started != status.get("process_start")
+
+
+def owned(status: dict[str, Any], attempt: int | None = None) -> bool:
+    """Whether the status belongs to this start of this job, or to no job at all.
+
+    A job whose node was lost may still run beside the job that replaced it.
+    """
+    newer = attempt is not None and int(status.get("attempt", -1)) > attempt
+    return "job_id" not in status or (not newer and same_start(status))
+
+
+def is_of_this_start(status: dict[str, Any]) -> bool:
+    """Whether a status was written by this start of this job, and by this very process of it."""
+    return this_process().items() <= status.items()
+
+
+def same_start(record: dict[str, Any]) -> bool:
+    """Whether a record was written by this start of this job."""
+    mine, keys = this_job(), ("job_id", "restart_count")
+    return all(str(record.get(key, mine[key])) == str(mine[key]) for key in keys)
+
+
+def ranks_per_node() -> int:
+    return max(1, int(os.environ.get("RANKS_PER_NODE", "1")))
+
+
+def gpus() -> int:
+    """Number of GPUs of the allocation, or of ranks."""
+    here = int(os.environ.get("NODES") or 1) + int(os.environ.get("ROLLOUT_NODES") or 0)
+    return int(os.environ.get("SLURM_JOB_NUM_NODES") or here) * ranks_per_node()
+
+
+# Slurm's commands -------------------------------------------------------------------------------
 
 
 def ask(argv: Sequence[str], wait_s: float = 30) -> str | None:
@@ -22,13 +90,7 @@ def ask(argv: Sequence[str], wait_s: float = 30) -> str | None:
 def said(argv: Sequence[str], wait_s: float) -> tuple[int, str]:
     """Return a command's exit status and output; the error messages too if it fails."""
     try:
-        done = subprocess.run(
-            argv,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=wait_s,
-            check=False,
-        )
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=wait_s)
     except subprocess.TimeoutExpired as late:
         status, words = 124, (late.stdout or b"") + (late.stderr or b"")
     except OSError as error:
@@ -51,11 +113,7 @@ def description() -> str | None:
 
 
 def field(name: str, job: str | None = None) -> str:
-    """Return a field of this job's description, "" if it is unknown.
-
-    Args:
-        job: the description, if it was just asked for.
-    """
+    """Return a field of this job's description, which may be given as job, "" if unknown."""
     match = re.search(rf" {name}=(\S*)", (description() if job is None else job) or "")
     return match[1] if match and match[1] != "(null)" else ""
 

@@ -1,7 +1,4 @@
-"""A command that outlives the supervisor: one that is started anew goes on with the same process.
-
-Standard library only.
-"""
+"""A command that outlives the supervisor: a new one goes on with the same process."""
 
 import os
 import signal

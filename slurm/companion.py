@@ -1,7 +1,6 @@
 """What an entry needs beside its ranks, as a class that the supervisor calls.
 
 The job script names it: python -P -m slurm.supervise --companion MODULE:CLASS -- srun ...
-Standard library only.
 """
 
 import importlib
@@ -20,19 +19,15 @@ class Companion:
     processes of its own, which it ends. A cause is a runspec.failure.fault in the attempt's
     logs, error_NAME.json: the attempt's end is judged by it.
 
-    It is made anew if the supervisor was killed, and finds again what it has started.
+    It is made anew if the supervisor was killed, and finds again what it has started. A method that
+    raises OSError, because a file cannot be read or written now, is called again.
     """
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
 
     def prepare(self) -> None:
-        """Before an attempt is recorded, once or more often.
-
-        Raises:
-            DamagedFile: no attempt can start: the run fails.
-            OSError: a file cannot be read now: this is called again.
-        """
+        """Before an attempt is recorded, once or more often; DamagedFile: the run fails."""
 
     def begin(self, attempt: int, nodes: Nodes, step: Sequence[str]) -> None:
         """An attempt begins, or goes on after the supervisor was killed.
@@ -43,12 +38,7 @@ class Companion:
         """
 
     def look(self) -> None:
-        """About once a second while the ranks run.
-
-        Raises:
-            OSError: it is tried again.
-            Exception: it is not looked at any more in this attempt, which goes on.
-        """
+        """About once a second while the ranks run; after another exception than OSError no more."""
 
     def end(self) -> None:
         """The ranks have ended, and no attempt of this job follows."""
@@ -62,7 +52,6 @@ class Companion:
 
         Raises:
             DamagedFile: a fault of the attempt.
-            OSError: a file cannot be read or written now: this is called again.
         """
 
     def clean(self) -> None:

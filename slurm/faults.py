@@ -1,10 +1,8 @@
-"""Why an attempt failed: what its ranks and nodes left in its log folder.
-
-Standard library only.
-"""
+"""Why an attempt failed: what its ranks and nodes left in its log folder."""
 
 import os
 import re
+import signal
 import socket
 import time
 from contextlib import suppress
@@ -24,11 +22,10 @@ STORAGE = "StorageError"
 OUT_OF_MEMORY = "OutOfMemory"
 # How long the job script waits for storage that cannot be read: Slurm may kill it after 30 s.
 WAIT_S = 5.0
-# What ends the other ranks, in the order in which it explains the rest.
+# Types in the order in which they explain the rest; None for those that are not named here. If the
+# connection to another rank broke, often that rank's own fault says why.
 _FIRST = (*WATCHDOG, NODE_FAILURE, BAD_NODE, OUT_OF_MEMORY, "Killed")
-
-# The connection to another rank broke: often that rank's own fault says why.
-_OF_OTHERS = ("NetworkTimeout", "NetworkError", "PeerError")
+_ORDER = (*_FIRST, None, "NetworkTimeout", "NetworkError", "PeerError")
 
 # What NCCL's watchdog writes before it ends the rank.
 _NCCL_TIMEOUT = re.compile(r"^.*Watchdog caught collective operation timeout.*$", re.MULTILINE)
@@ -49,14 +46,8 @@ SIGKILL = (
 )
 
 # What srun says of a task that a signal ended; TERM explains nothing, as above.
-_SIGNALS = {
-    "Killed": "SIGKILL",
-    "Segmentation fault": "SIGSEGV",
-    "Aborted": "SIGABRT",
-    "Bus error": "SIGBUS",
-    "Illegal instruction": "SIGILL",
-    "Floating point exception": "SIGFPE",
-}
+_FATAL = ("SIGKILL", "SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE")
+_SIGNALS = {str(signal.strsignal(signal.Signals[name])): name for name in _FATAL}
 
 # What torch puts before a traceback of a rank that is in a process group.
 _PREFIX = re.compile(r"^\[rank\d+\]:(?: |$)", re.MULTILINE)
@@ -112,10 +103,8 @@ def first_error(errors: list[dict[str, Any]]) -> dict[str, Any] | None:
     """
 
     def order(error: dict[str, Any]) -> tuple[bool, int, float]:
-        kind = str(error.get("type"))
-        place = _FIRST.index(kind) if kind in _FIRST else len(_FIRST)
-        if kind in _OF_OTHERS:
-            place += 1 + _OF_OTHERS.index(kind)
+        kind = error.get("type")
+        place = _ORDER.index(kind if kind in _ORDER else None)
         return not error.get("permanent"), place, float(error.get("time", 0))
 
     return min(errors, key=order, default=None)
@@ -133,8 +122,7 @@ def describe(error: dict[str, Any]) -> str:
         return str(error.get("message"))
     rank, host = error.get("rank"), error.get("host", "?")
     where = f"node {host}: " if host else ""
-    if rank is not None:
-        where = f"rank {rank} on {host}: "
+    where = where if rank is None else f"rank {rank} on {host}: "
     lines = str(error.get("message", "")).splitlines() or ["no message"]
     # The trainer's own records begin with the exception's name.
     kind = f"{error.get('type', 'error')}: "
@@ -142,10 +130,7 @@ def describe(error: dict[str, Any]) -> str:
 
 
 def full_disk(run_dir: Path) -> dict[str, Any] | None:
-    """Return the record of a disk that is full, None if the run's has space.
-
-    Nodes share it, so none is named.
-    """
+    """Return the record of a full disk, which names no node, or None if the run's has space."""
     probe = run_dir / f".probe.{os.getpid()}"
     try:
         with probe.open("xb", buffering=0) as file:
@@ -153,13 +138,13 @@ def full_disk(run_dir: Path) -> dict[str, Any] | None:
     except OSError as error:
         if error.errno not in OF_A_DISK:
             return None
-        message = f"no space left on the filesystem of {run_dir}: free some, or raise the quota"
         # An empty new file needs an inode only.
+        message = f"no space left on the filesystem of {run_dir}: free some, or raise the quota"
         if not probe.exists():
             message = (
                 f"no inodes are left on the filesystem of {run_dir}, so it takes no new file: "
-                "remove files, or raise the quota of their number"
             )
+            message += "remove files, or raise the quota of their number"
         return fault(message, "NoSpace", None)
     finally:
         with suppress(OSError):
@@ -175,10 +160,7 @@ def slurm_errors(log: str, logs: Path) -> list[dict[str, Any]]:
         logs: the attempt's log folder.
     """
     if lost := job_log.lost_nodes(log):
-        message = "Slurm lost this node"
-        return [
-            {"host": node, "time": 0, "type": NODE_FAILURE, "message": message} for node in lost
-        ]
+        return [_of_slurm("Slurm lost this node", NODE_FAILURE, node) for node in lost]
     if memory := _out_of_memory(log, logs):
         return [memory]
     first = job_log.TASK.search(log)
@@ -189,8 +171,12 @@ def slurm_errors(log: str, logs: Path) -> list[dict[str, Any]]:
     nodes = allocation.hosts_of(node)
     by = SIGKILL if killed == "SIGKILL" else f"killed by {killed}"
     message = f"the process that starts this node's ranks (task {task}) was {by}"
-    host = nodes[0] if len(nodes) == 1 else None
-    return [{"host": host, "time": 0, "type": "Killed", "message": message}]
+    return [_of_slurm(message, "Killed", nodes[0] if len(nodes) == 1 else None)]
+
+
+def _of_slurm(message: str, kind: str, host: str | None, **more: Any) -> dict[str, Any]:
+    """Return the record of what Slurm has reported: of those of a kind it comes first."""
+    return fault(message, kind, host, permanent=False, time=0, **more)
 
 
 def _out_of_memory(log: str, logs: Path) -> dict[str, Any] | None:
@@ -205,13 +191,9 @@ def _out_of_memory(log: str, logs: Path) -> dict[str, Any] | None:
     if not known:
         return None
     number, line, node = next((report for report in known if report[2]), known[-1])
-    return {
-        "host": node,
-        "node_rank": int(number) if number.isdigit() and not node else None,
-        "time": 0,
-        "type": OUT_OF_MEMORY,
-        "message": f"{line}: raise resources.mem, or lower what the ranks keep in CPU memory",
-    }
+    rank = int(number) if number.isdigit() and not node else None
+    message = f"{line}: raise resources.mem, or lower what the ranks keep in CPU memory"
+    return _of_slurm(message, OUT_OF_MEMORY, node, node_rank=rank)
 
 
 def on_nodes(
@@ -222,18 +204,17 @@ def on_nodes(
     Several nodes may be on one host, and a host may have other names. A rank's record may name
     another node, or none, whose fault it is: that of a sampler.
     """
-    named = []
-    for error in errors:
+
+    def named(error: dict[str, Any]) -> dict[str, Any]:
         if "of_node" in error:
-            named.append({**error, "host": error["of_node"], "rank": None})
-            continue
+            return {**error, "host": error["of_node"], "rank": None}
         rank, number = error.get("rank"), error.get("node_rank")
-        if isinstance(rank, int):
-            number = rank // ranks_per_node
+        number = rank // ranks_per_node if isinstance(rank, int) else number
         if isinstance(number, int) and number < len(hosts):
-            error = {**error, "host": hosts[number]}
-        named.append(error)
-    return named
+            return {**error, "host": hosts[number]}
+        return error
+
+    return list(map(named, errors))
 
 
 def _of_peers(errors: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -256,8 +237,7 @@ def _killed_ranks(node_log: Path) -> list[dict[str, Any]]:
         if name == "SIGABRT" and timeout:
             kind, message = "NetworkTimeout", timeout.group().strip()
         killed = time.mktime(time.strptime(when, "%Y-%m-%d_%H:%M:%S"))
-        error = {"rank": int(rank), "host": host, "time": killed, "type": kind, "message": message}
-        errors.append(error)
+        errors.append(fault(message, kind, host, permanent=False, rank=int(rank), time=killed))
     return errors
 
 

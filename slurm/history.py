@@ -1,6 +1,6 @@
 """Reads from a run's records what its earlier attempts saved.
 
-slurm/records.py writes them. Standard library only.
+slurm/records.py writes them.
 """
 
 from itertools import takewhile
@@ -9,8 +9,8 @@ from typing import Any
 
 from runspec import files
 from runspec.storage import patiently
+from slurm.allocation import own_job_id
 from slurm.faults import WAIT_S
-from slurm.identity import own_job_id
 from slurm.retry import NOT_COUNTED
 
 

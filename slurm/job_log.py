@@ -1,7 +1,7 @@
 """Writes to the job's log, and reads from it why Slurm ended a job or its steps.
 
 The job's state is COMPLETING when the job script learns of the end; the lines of slurmstepd and
-srun give the reason. Standard library only.
+srun give the reason.
 """
 
 import os
@@ -93,10 +93,7 @@ def lost_nodes(text: str) -> list[str]:
 
 
 def out_of_memory(text: str) -> tuple[str, str | None] | None:
-    """Return Slurm's line about a job or a step that used more memory than it has, and its node.
-
-    The node is None if the line names none.
-    """
+    """Return Slurm's line about a job or step that used too much memory, and the node it names."""
     line = _OUT_OF_MEMORY.search(text)
     if not line:
         return None

@@ -1,7 +1,4 @@
-"""The nodes of a job: which the next attempt uses, when Slurm can start it, and the requeue.
-
-Standard library only.
-"""
+"""The nodes of a job: which the next attempt uses, when Slurm can start it, and the requeue."""
 
 import os
 import socket
@@ -9,9 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from slurm import allocation, records
-from slurm.identity import in_slurm
+from slurm.allocation import in_slurm
 from slurm.job_log import say
-from slurm.recorder import Recorder, seconds
+from slurm.records import Recorder, seconds
 
 # How long no node may answer: just after its controller has come back Slurm starts no step.
 _NO_NODE_S = 60.0
@@ -20,11 +17,8 @@ _NO_NODE_S = 60.0
 def head(hosts: Sequence[str]) -> dict[str, str]:
     """Return the variables of the first of these nodes."""
     known = allocation.addresses(hosts) if in_slurm() else ["127.0.0.1"]
-    one_host = len(hosts) == 1 or len(set(known)) == 1
-    return {
-        "HEAD_ADDR": known[0] if known else hosts[0],
-        "ONE_HOST": "yes" if one_host else "no",
-    }
+    one_host = "yes" if len(hosts) == 1 or len(set(known)) == 1 else "no"
+    return {"HEAD_ADDR": known[0] if known else hosts[0], "ONE_HOST": one_host}
 
 
 class Nodes:
@@ -36,6 +30,7 @@ class Nodes:
 
     def __init__(self, record: Recorder) -> None:
         self._record, self._count = record, int(os.environ["NODES"])
+        self._continue = f"continue with: cookbook resume {record.run_dir.name}"
         self._rollout_count = int(os.environ.get("ROLLOUT_NODES") or 0)
         self.hosts: list[str] = []
         self.rollout_hosts: list[str] = []
@@ -91,10 +86,8 @@ class Nodes:
         while allocation.description() is None:
             spent_s = time.monotonic() - began
             if spent_s > wait_s:
-                raise self._record.fail(
-                    f"Slurm's controller has not answered for {spent_s:.0f} s: once it does, "
-                    f"continue with: cookbook resume {self._record.run_dir.name}"
-                )
+                what = f"Slurm's controller has not answered for {spent_s:.0f} s: once it does"
+                raise self._record.fail(f"{what}, {self._continue}")
             if not reported:
                 what = "waiting for Slurm's controller, which does not answer"
                 self._record.waiting(f"{what}, up to {wait_s:.0f} s")
@@ -162,7 +155,4 @@ class Nodes:
                 self._record.waiting(f"{what}: {message}")
                 reported = True
             time.sleep(2)
-        raise self._record.fail(
-            f"Slurm refused to requeue job {job} ({message}): continue with: "
-            f"cookbook resume {self._record.run_dir.name}"
-        )
+        raise self._record.fail(f"Slurm refused to requeue job {job} ({message}): {self._continue}")

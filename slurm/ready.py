@@ -2,7 +2,7 @@
 
 Called by slurm/node.sh on every node of an attempt. An unhealthy node writes a record, from which
 the job script excludes the node. It takes less than a second; the ranks themselves then run a
-matrix product and an all-reduce (trainer/parallel/fitness.py). Standard library only.
+matrix product and an all-reduce (trainer/parallel/fitness.py).
 """
 
 import csv

@@ -1,56 +1,37 @@
-"""Keeps a run's records from inside its job.
+"""Keeps a run's records from inside its job, again while the filesystem refuses them.
 
-Each function may be called again, wherever the call before it, or its process, was ended; whatever
-raises OSError is (slurm/recorder.py). Standard library only.
+Each function that takes a run directory may be called again, wherever the call before it, or its
+process, was ended; whatever raises OSError is, by Recorder.
 """
 
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from runspec import files, publish
 from runspec.failure import fault
 from runspec.redact import redacted
 from runspec.states import LOCAL_PREFIX
 from runspec.storage import OF_A_DISK
-from slurm import allocation, job_log
-from slurm.faults import (
-    NODE_FAILURE,
-    full_disk,
-    on_nodes,
-    read_errors,
-    slurm_errors,
-    unfit,
-)
-from slurm.history import (
-    attempts_of,
-    count_fruitless,
-    gained_by,
-    latest_checkpoint,
-    next_attempt,
-    read_object,
-    read_progress,
-    saved_work,
-)
-from slurm.identity import (
-    gpus,
-    in_slurm,
-    is_of_this_start,
-    own_job_id,
-    owned,
-    process_ended,
-    process_of,
-    ranks_per_node,
-    same_start,
-    this_job,
-)
+from slurm import allocation, faults, history, job_log
+from slurm.allocation import own_job_id, owned, this_job
+from slurm.history import attempts_of, gained_by, read_object, read_progress
 from slurm.job_log import say
 from slurm.retry import AttemptEnd, Verdict, bad_nodes, decide, ended_by_slurm
 
+T = TypeVar("T")
+
 # Attempts that may end without a record if the recipe has no retries.
 _MAX_LOST = 3
+# Slurm sends KILL after KillWait, 30 s by default: so long the last records may take.
+_LAST_WAIT_S = 15.0
+
+
+class NotRecorded(Exception):
+    """The run's records could not be written for a long time."""
 
 
 class Follows(Exception):
@@ -85,11 +66,12 @@ def begin(
             a record and saved nothing, or the run was cancelled.
     """
     status = read_object(run_dir / files.STATUS)
-    repeated = status.get("state") == "RUNNING" and is_of_this_start(status)
+    running = status.get("state") == "RUNNING"
+    repeated = running and allocation.is_of_this_start(status)
     _refuse_what_is_done(run_dir, status)
-    if status.get("state") == "RUNNING" and not repeated:
+    if running and not repeated:
         _end_of_earlier(run_dir, status, max_retries, exists)
-    number = next_attempt(run_dir, status)
+    number = history.next_attempt(run_dir, status)
     if repeated:
         # An end would have been recorded before another attempt of this start of the job.
         number = int(status.get("attempt", number))
@@ -98,30 +80,24 @@ def begin(
             prepare()
         except files.DamagedFile as error:
             raise _refused(run_dir, status, "user_error", str(error)) from error
-    _make_files(run_dir, number)
-    _write_start(run_dir, number, hosts, rollout_hosts)
-    return number
-
-
-def _write_start(
-    run_dir: Path,
-    number: int,
-    hosts: list[str],
-    rollout_hosts: Sequence[str],
-) -> None:
+    (run_dir / files.STOP).unlink(missing_ok=True)
+    (run_dir / files.LOGS / str(number)).mkdir(parents=True, exist_ok=True)
+    publish.link(run_dir / files.LATEST_LOGS, str(number))
+    # The end of the attempt adds a line to it.
+    (run_dir / files.ATTEMPTS).touch()
+    log = run_dir / files.JOB_LOG
     started = {
         "state": "RUNNING",
         "attempt": number,
         "nodes": hosts,
-        "gpus": gpus(),
+        "gpus": allocation.gpus(),
         "started": time.time(),
-        "updated": time.time(),
-        "saved_at_start": saved_work(run_dir),
-        "job_log_bytes": _size(run_dir / files.JOB_LOG),
+        "saved_at_start": history.saved_work(run_dir),
+        "job_log_bytes": log.stat().st_size if log.exists() else 0,
+        **({"rollout_nodes": list(rollout_hosts)} if rollout_hosts else {}),
     }
-    if rollout_hosts:
-        started["rollout_nodes"] = list(rollout_hosts)
-    files.write_json(run_dir / files.STATUS, {**started, **this_job(), **process_of(own_job_id())})
+    _write_status(run_dir, {**started, **allocation.this_process()})
+    return number
 
 
 def _refuse_what_is_done(run_dir: Path, status: dict[str, Any]) -> None:
@@ -134,8 +110,8 @@ def _refuse_what_is_done(run_dir: Path, status: dict[str, Any]) -> None:
         message = f"this start of job {job_id} ends: {_owner(status)} has the run"
         raise Follows("superseded", message)
     if read_object(run_dir / files.PROGRESS).get("state") == "finished":
-        completed = {**status, **this_job(), "state": "COMPLETED", "updated": time.time()}
-        files.renew_json(run_dir / files.STATUS, completed)
+        completed = {**status, **this_job(), "state": "COMPLETED"}
+        _write_status(run_dir, completed, files.renew_json)
         what = f"the run {run_dir.name} is finished already, nothing is left to train"
         raise Follows("finished", f"{what}; make a new run with: cookbook submit")
 
@@ -146,33 +122,20 @@ def _end_of_earlier(
     """Record the end of an attempt that could not: its node was lost, or Slurm requeued the job."""
     before = status.get("job_id")
     # Whether a process of this host runs is known without Slurm.
-    runs = before not in (None, own_job_id()) and not process_ended(status)
+    runs = before not in (None, own_job_id()) and not allocation.process_ended(status)
     if runs and (str(before).startswith(LOCAL_PREFIX) or exists(str(before))):
-        raise Follows(
-            "failed",
-            f"job {before} still works on this run: to start it again, cancel that job first: "
-            f"cookbook cancel {run_dir.name}",
-        )
+        first = f"to start it again, cancel that job first: cookbook cancel {run_dir.name}"
+        raise Follows("failed", f"job {before} still works on this run: {first}")
     log = _log_of(run_dir, status)
     nodes = job_log.lost_nodes(log)
     if not _has_line(run_dir, status):
         lost = ended_by_slurm(job_log.ended(log, str(before)), nodes)
         _append_attempt(run_dir, status, None, lost, nodes)
-    fruitless = count_fruitless(run_dir)
+    fruitless = history.count_fruitless(run_dir)
     if fruitless > (max_retries or _MAX_LOST):
-        message = (
-            f"{fruitless} attempts saved nothing new, the last of them ended without a record; "
-            f"continue with: cookbook resume {run_dir.name}"
-        )
-        raise _refused(run_dir, status, "lost", message)
-
-
-def _make_files(run_dir: Path, number: int) -> None:
-    """Make the log folder of an attempt, and the file that its end adds a line to."""
-    (run_dir / files.STOP).unlink(missing_ok=True)
-    (run_dir / files.LOGS / str(number)).mkdir(parents=True, exist_ok=True)
-    publish.link(run_dir / files.LATEST_LOGS, str(number))
-    (run_dir / files.ATTEMPTS).touch()
+        message = f"{fruitless} attempts saved nothing new, the last of them ended without a record"
+        again = f"continue with: cookbook resume {run_dir.name}"
+        raise _refused(run_dir, status, "lost", f"{message}; {again}")
 
 
 def end(
@@ -197,7 +160,7 @@ def end(
         ended: the time of the end, if it is not now.
         settle: Companion.settle.
     """
-    full = full_disk(run_dir)
+    full = faults.full_disk(run_dir)
     status = read_object(run_dir / files.STATUS)
     if (follows := _recorded(run_dir, status, attempt, job_state)) is not None:
         return follows
@@ -205,31 +168,32 @@ def end(
     status = {**this_job(), "attempt": attempt, **status, "exit_code": exit_code}
     now, stop_asked = ended or time.time(), stop_asked or (run_dir / files.STOP).exists()
     log = _log_of(run_dir, status)
-    errors = _errors(run_dir, status, log)
-    if full:
-        errors.append(full)
+    errors = [*_errors(run_dir, status, log), *([full] if full else [])]
     try:
         settle(attempt, exit_code, stop_asked)
     except files.DamagedFile as error:
         errors.append(fault(str(error)))
     logs, earlier = run_dir / files.LOGS / str(attempt), attempts_of(run_dir)
+    progress = read_progress(run_dir)
+    if progress and progress.get("attempt") != attempt:
+        progress = {"state": "none"}  # it is of an earlier one
     verdict = decide(
         AttemptEnd(
             exit_code=exit_code,
-            progress=_progress(run_dir, attempt),
+            progress=progress,
             errors=errors,
             stop_asked=stop_asked,
             cancelled=_cancelled(run_dir, str(status["job_id"])),
             job_state=_why_ended(run_dir, status, job_state),
-            can_requeue=in_slurm(),
-            fruitless=0 if gained_by(run_dir, status) else count_fruitless(run_dir) + 1,
+            can_requeue=allocation.in_slurm(),
+            fruitless=0 if gained_by(run_dir, status) else history.count_fruitless(run_dir) + 1,
             max_retries=max_retries,
             not_started=job_log.not_started(log) if not any(logs.glob("node_*.log")) else "",
             cause_before=str(earlier[-1].get("cause")) if earlier else None,
             memory_is_result="SWEEP" in os.environ,
         )
     )
-    _write_end(run_dir, {**status, "ended": now}, verdict, unfit(errors))
+    _write_end(run_dir, {**status, "ended": now}, verdict, faults.unfit(errors))
     return verdict.next
 
 
@@ -256,38 +220,23 @@ def _recorded(
 
 
 def _errors(run_dir: Path, status: dict[str, Any], log: str) -> list[dict[str, Any]]:
-    """Return what ranks, nodes and Slurm left of an attempt's faults.
-
-    Args:
-        log: the job's log since the attempt began.
-    """
+    """Return the faults that an attempt has left; log: the job's since it began."""
     logs = run_dir / files.LOGS / str(status["attempt"])
-    errors = [*read_errors(logs), *slurm_errors(log, logs)]
+    errors = [*faults.read_errors(logs), *faults.slurm_errors(log, logs)]
     # A user's own script may have a secret in its exception.
     errors = [{**each, "message": redacted(str(each.get("message", "")))} for each in errors]
     hosts = [str(host) for host in status.get("nodes") or []]
-    return on_nodes(errors, hosts, int(os.environ.get("LOGS_PER_NODE") or ranks_per_node()))
-
-
-def _progress(run_dir: Path, attempt: int) -> dict[str, Any]:
-    """Return the trainer's progress, {} if the entry writes none."""
-    progress = read_progress(run_dir)
-    is_of_earlier = progress and progress.get("attempt") != attempt
-    return {"state": "none"} if is_of_earlier else progress
+    per_node = int(os.environ.get("LOGS_PER_NODE") or allocation.ranks_per_node())
+    return faults.on_nodes(errors, hosts, per_node)
 
 
 def _write_end(
     run_dir: Path, status: dict[str, Any], verdict: Verdict, bad_nodes: list[str]
 ) -> None:
-    status |= {
-        "state": verdict.state,
-        "updated": time.time(),
-        "cause": verdict.cause,
-        "message": verdict.message,
-        "next": verdict.next,
-    }
+    status |= {"state": verdict.state, "cause": verdict.cause}
+    status |= {"message": verdict.message, "next": verdict.next}
     # The state first: on a full disk the line may fail.
-    files.renew_json(run_dir / files.STATUS, status)
+    _write_status(run_dir, status, files.renew_json)
     try:
         _append_attempt(run_dir, status, status["exit_code"], verdict, bad_nodes)
     except OSError as error:
@@ -310,23 +259,18 @@ def _why_ended(run_dir: Path, status: dict[str, Any], job_state: str | None) -> 
 def _end_between(run_dir: Path, status: dict[str, Any], job_state: str) -> str:
     """Record that the job ended after one attempt and before the next; return what follows."""
     log = _log_of(run_dir, status)
-    lost = [{"type": NODE_FAILURE, "host": node} for node in job_log.lost_nodes(log)]
-    job_end = AttemptEnd(
-        exit_code=143,
-        progress={},
-        errors=lost,
-        cancelled=_cancelled(run_dir, str(status["job_id"])),
-        job_state=_why_ended(run_dir, status, job_state) or "",
-    )
-    verdict = decide(job_end)
+    lost = [{"type": faults.NODE_FAILURE, "host": node} for node in job_log.lost_nodes(log)]
+    cancelled = _cancelled(run_dir, str(status["job_id"]))
+    state = _why_ended(run_dir, status, job_state) or ""
+    verdict = decide(AttemptEnd(143, {}, lost, cancelled=cancelled, job_state=state))
     between(run_dir, verdict.message, state=verdict.state, cause=verdict.cause)
     return verdict.next
 
 
 def _refused(run_dir: Path, status: dict[str, Any], cause: str, message: str) -> Follows:
     """Record that no attempt follows; return what to raise."""
-    failed = {"state": "FAILED", "cause": cause, "message": message, "updated": time.time()}
-    files.write_json(run_dir / files.STATUS, {**status, **this_job(), **failed})
+    failed = {"state": "FAILED", "cause": cause, "message": message}
+    _write_status(run_dir, {**status, **this_job(), **failed})
     return Follows("failed", message)
 
 
@@ -340,15 +284,11 @@ def _has_line(run_dir: Path, status: dict[str, Any]) -> bool:
 def nodes_to_leave(run_dir: Path, hosts: list[str], silent: Sequence[str] = ()) -> list[str]:
     """Return the nodes of the allocation without which the job has to be requeued.
 
-    Those do not answer, or two attempts in a row name them. A new allocation is tried at least
-    once: if Slurm did not exclude the node, the job would be requeued forever.
-
-    Args:
-        hosts: the allocation's nodes.
-        silent: those that do not answer.
+    Those are silent, which do not answer, or two attempts in a row name them. A new allocation is
+    tried at least once: if Slurm did not exclude the node, the job would be requeued forever.
     """
     attempts = attempts_of(run_dir)
-    if not any(same_start(line) for line in attempts):
+    if not any(map(allocation.same_start, attempts)):
         return []
     bad = bad_nodes(attempts) | set(silent)
     return [host for host in hosts if host in bad]
@@ -364,18 +304,19 @@ def between(run_dir: Path, message: str = "", **change: str) -> None:
     status = read_object(run_dir / files.STATUS)
     if owned(status):
         said = {"message": message} if message else {}
-        status = {**this_job(), **status, **change, **said, "updated": time.time()}
-        files.write_json(run_dir / files.STATUS, status)
+        _write_status(run_dir, {**this_job(), **status, **change, **said})
     if message:
         say(message)
 
 
+def _write_status(
+    run_dir: Path, status: dict[str, Any], write: Callable[[Path, Any], None] = files.write_json
+) -> None:
+    write(run_dir / files.STATUS, {**status, "updated": time.time()})
+
+
 def _owner(status: dict[str, Any]) -> str:
     return f"attempt {status.get('attempt')} of job {status.get('job_id')}"
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
 
 
 def _log_of(run_dir: Path, status: dict[str, Any]) -> str:
@@ -399,7 +340,7 @@ def _append_attempt(
         "message": verdict.message,
         "node": verdict.node,
         **({"bad_nodes": bad_nodes} if bad_nodes else {}),
-        "checkpoint_step": latest_checkpoint(run_dir),
+        "checkpoint_step": history.latest_checkpoint(run_dir),
         "gained": gained_by(run_dir, status),
     }
     files.append_json_line(run_dir / files.ATTEMPTS, line)
@@ -415,3 +356,49 @@ def _last_sign(run_dir: Path, status: dict[str, Any]) -> float:
 def _cancelled(run_dir: Path, job_id: str) -> bool:
     """Whether `cookbook cancel` cancelled this job: a later one continues from its checkpoint."""
     return read_object(run_dir / files.CANCELLED).get("job_id") == job_id
+
+
+class Recorder:
+    """The records of a run, and how long they may take."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir, self._wait_s = run_dir, seconds("RECORD_WAIT_S", 600)
+
+    def __call__(self, write: Callable[..., T], *given: Any, **named: Any) -> T:
+        """Return write(run_dir, ...), called again while a file cannot be read or written.
+
+        A filesystem that is missing or read-only for a minute must not end the run.
+
+        Raises:
+            NotRecorded: it failed for all that time.
+        """
+        began, pause_s = time.monotonic(), 1.0
+        while True:
+            try:
+                return write(self.run_dir, *given, **named)
+            except OSError as error:
+                reason = f"the run's records were not written ({error})"
+                if time.monotonic() - began >= self._wait_s:
+                    raise NotRecorded(reason) from error
+                say(f"{reason}: tried again for up to {self._wait_s:.0f} s")
+                time.sleep(min(pause_s, self._wait_s))
+                pause_s = min(2 * pause_s, 30)
+
+    def hurry(self) -> None:
+        """Let records take a few seconds from now on: Slurm is ending the job."""
+        self._wait_s = min(self._wait_s, _LAST_WAIT_S)
+
+    def fail(self, message: str) -> Follows:
+        """Record that the run failed between two attempts; return what to raise."""
+        self(between, message, state="FAILED")
+        return Follows("failed")
+
+    def waiting(self, message: str) -> None:
+        """Show what the job waits for between two attempts."""
+        with suppress(OSError):
+            between(self.run_dir, message)
+
+
+def seconds(name: str, default: float) -> float:
+    """Return a variable that holds seconds."""
+    return float(os.environ.get(name) or default)

@@ -48,34 +48,24 @@ def main() -> None:
             "fix /etc/hosts or NodeAddr in slurm.conf"
         )
     started = time.monotonic()
-    local = (
-        listen(family, target, node, nodes, run)
-        if rank == 0
-        else call(family, target, node, rank, run)
-    )
-    print(
-        f"cookbook: node {node} ({rank} of {nodes}) met the first node at {target[0]} in "
-        f"{time.monotonic() - started:.1f} s",
-        file=sys.stderr,
-    )
+    local = call(target, node, rank, run) if rank else listen(family, target, node, nodes, run)
+    met = f"met the first node at {target[0]} in {time.monotonic() - started:.1f} s"
+    print(f"cookbook: node {node} ({rank} of {nodes}) {met}", file=sys.stderr)
     print(local)
 
 
 def listen(family: int, target: Address, node: str, nodes: int, run: str) -> str:
     """Answer each other node once; return the address on which this node listened."""
-    deadline, met = time.monotonic() + WAIT_S, {0}
-    with socket.socket(family, socket.SOCK_STREAM) as server:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            server.bind(target)
-        except OSError as error:
-            taken = "another program has taken the port, the next attempt uses another one"
-            own = "check that this address is its own"
-            fail(
-                f"the first node {node} cannot listen on {target[0]}:{target[1]} "
-                f"({error.strerror}): {taken if error.errno == errno.EADDRINUSE else own}"
-            )
-        server.listen(nodes)
+    deadline, met, place = time.monotonic() + WAIT_S, {0}, f"{target[0]}:{target[1]}"
+    try:
+        server = socket.create_server(target, family=family, backlog=nodes)
+    except OSError as error:
+        why = "check that this address is its own"
+        if error.errno == errno.EADDRINUSE:
+            why = "another program has taken the port, the next attempt uses another one"
+        reason = os.strerror(error.errno or 0)
+        fail(f"the first node {node} cannot listen on {place} ({reason}): {why}")
+    with server:
         while len(met) < nodes:
             server.settimeout(max(0.01, deadline - time.monotonic()))
             try:
@@ -83,9 +73,9 @@ def listen(family: int, target: Address, node: str, nodes: int, run: str) -> str
             except OSError:
                 missing = ", ".join(str(k) for k in range(nodes) if k not in met)
                 fail(
-                    f"node number {missing} did not connect to the first node {node} "
-                    f"({target[0]}:{target[1]}) within {WAIT_S:.0f} s: see the logs of "
-                    "those nodes, and check for a firewall between them"
+                    f"node number {missing} did not connect to the first node {node} ({place}) "
+                    f"within {WAIT_S:.0f} s: see the logs of those nodes, and check for a firewall "
+                    "between them"
                 )
             with connection:
                 connection.settimeout(5)
@@ -101,7 +91,7 @@ def listen(family: int, target: Address, node: str, nodes: int, run: str) -> str
     return str(target[0])
 
 
-def call(family: int, target: Address, node: str, rank: int, run: str) -> str:
+def call(target: Address, node: str, rank: int, run: str) -> str:
     """Connect to the first node until it answers; return this node's address of the connection."""
     deadline, last = time.monotonic() + WAIT_S, "no answer"
     while time.monotonic() < deadline:

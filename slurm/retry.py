@@ -1,6 +1,6 @@
 """Decides what follows an attempt: the run is finished, it fails, or another attempt starts.
 
-slurm/records.py collects the input, slurm/supervise.py does what is decided. Standard library only.
+slurm/records.py collects the input, slurm/supervise.py does what is decided.
 """
 
 import os
@@ -83,8 +83,7 @@ class Reason(NamedTuple):
     node: str | None = None  # of the rank that failed first, if it is known
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """How an attempt ended, and what the job does next."""
 
     state: str  # one of runspec.states
@@ -160,15 +159,6 @@ class AttemptEnd:
         return state == "finished" or (self.exit_code == 0 and state is None)
 
     @property
-    def stopped(self) -> bool:
-        """Whether the ranks saved and stopped by themselves."""
-        return self.exit_code == 0 and self.progress.get("state") == "stopped"
-
-    @property
-    def out_of_memory(self) -> bool:
-        return self.reason.cause == "out_of_memory"
-
-    @property
     def lacks_package(self) -> bool:
         """Whether the environment lacks a package: no earlier attempt of the job found it.
 
@@ -183,10 +173,9 @@ class AttemptEnd:
         place = os.environ.get("ENV_TITLE") or f"the environment {own}"
         if named is None:
             return f"the packages of {place} do not fit together: change environment.dependencies"
-        remedy = os.environ.get("ENV_REMEDY") or (
-            f"add {{}} to environment.dependencies in the recipe, or {own}/bin/python -m pip "
-            "install {}"
-        )
+        by_hand = f"{own}/bin/python -m pip install {{}}"
+        remedy = f"add {{}} to environment.dependencies in the recipe, or {by_hand}"
+        remedy = os.environ.get("ENV_REMEDY") or remedy
         return f"{place} lacks it: {remedy.replace('{}', next(filter(None, named.groups())))}"
 
     @cached_property
@@ -216,7 +205,7 @@ class AttemptEnd:
             return Reason(_cause(self.error), describe(self.error), self.error.get("host") or None)
         if self.stop_asked:
             return Reason("time_limit", "stopped before the time limit")
-        if self.stopped:
+        if self.exit_code == 0 and self.progress.get("state") == "stopped":
             return Reason("stopped", "the ranks were asked to stop, but not by the job script")
         message = "no rank recorded an error"
         if self.exit_code == 128 + signal.SIGKILL:
@@ -244,8 +233,8 @@ RULES = (
     # What a retry cannot fix, or has not fixed often enough.
     Rule("FAILED", "failed", lambda e: e.lacks_package, "{end.reason.message}; {end.how_to_add}"),
     Rule("FAILED", "failed", lambda e: e.error.get("permanent")),
-    Rule("FAILED", "failed", lambda e: e.out_of_memory and e.memory_is_result),
-    Rule("FAILED", "failed", lambda e: e.out_of_memory and e.cause_before == "out_of_memory",
+    Rule("FAILED", "failed", lambda e: e.reason.cause == "out_of_memory" and e.memory_is_result),
+    Rule("FAILED", "failed", lambda e: e.reason.cause == e.cause_before == "out_of_memory",
          "{end.reason.message}; twice in a row"),
     Rule("FAILED", "failed", lambda e: e.fruitless > e.max_retries == 0),
     Rule("FAILED", "failed", lambda e: e.fruitless > e.max_retries,

@@ -9,7 +9,7 @@ named before the --, as --companion MODULE:CLASS (slurm/companion.py).
 
 If it is killed, the job script starts it again: it reads the records and goes on, with the same
 processes if an attempt runs. Exit status: 0 finished or requeued, 1 failed, 76 ended by TERM; after
-any other one it is restarted. Standard library only.
+any other one it is restarted.
 """
 
 import argparse
@@ -28,17 +28,16 @@ from typing import NoReturn
 from runspec import files
 from runspec.processes import end_with_parent, terminate_with_parent
 from slurm import records
+from slurm.allocation import in_slurm, is_of_this_start, own_job_id
 from slurm.child import Child
 from slurm.companion import Companion, load
 from slurm.history import attempts_of, read_object
-from slurm.identity import in_slurm, is_of_this_start, own_job_id
 from slurm.job_log import say
 from slurm.nodes import Nodes, head
-from slurm.recorder import NotRecorded, Recorder
-from slurm.records import Follows
+from slurm.records import Follows, NotRecorded, Recorder
 from slurm.rendezvous import port_of
 from slurm.retry import pause_s
-from slurm.watchdog import END_S, Watchdog
+from slurm.watchdog import END_S, Watchdog, have_nodes_end_ranks
 
 FINISHED, FAILED, TERMINATED, BROKEN = 0, 1, 76, 70
 
@@ -178,11 +177,8 @@ class Supervisor:
             raise Follows("requeue")
         self._nodes.choose()
         os.environ |= head(self._nodes.hosts)
-        hosts, rollout_hosts = self._nodes.hosts, self._nodes.rollout_hosts
-        prepare = self._companion.prepare
-        number = self.record(
-            records.begin, hosts, self._max_retries, rollout_hosts, prepare=prepare
-        )
+        hosts, given = self._nodes.hosts, (self._max_retries, self._nodes.rollout_hosts)
+        number = self.record(records.begin, hosts, *given, prepare=self._companion.prepare)
         self._stop_asked = False
         self._enter(number)
         first = f"{os.environ['HEAD_ADDR']}:{os.environ['HEAD_PORT']}"
@@ -241,10 +237,7 @@ class Supervisor:
             (self.run_dir / files.STOP).touch()
 
     def _end(self, status: int) -> None:
-        """Record the end of the attempt, and wait until the next one can start.
-
-        Args:
-            status: its exit status.
+        """Record the attempt's end by its exit status; wait until the next one can start.
 
         Raises:
             Follows: no attempt follows.
@@ -261,8 +254,7 @@ class Supervisor:
         )
         self._child = self._attempt = None
         # Ranks that srun could not end: their nodes do.
-        with suppress(OSError):
-            (self._logs / files.END_RANKS).touch()
+        have_nodes_end_ranks(self._logs)
         if self.next == "run":
             # Such as after storage that was away.
             time.sleep(self.record(lambda run_dir: pause_s(attempts_of(run_dir))))

@@ -1,12 +1,11 @@
 """What the supervisor looks at while an attempt runs: hangs, ranks that do not stop or do not end.
 
-The job script sets HANG_TIMEOUT_S and SIGNAL_LEAD_S. Standard library only.
+The job script sets HANG_TIMEOUT_S and SIGNAL_LEAD_S.
 """
 
 import math
 import os
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,8 @@ RESERVE_S = 60.0
 # How long srun and what started the ranks may take to end once everything is written, and then to
 # obey a TERM.
 FINISH_WAIT_S, FINISH_END_S = 60.0, 5.0
+# In the stack of a rank that waits for the others.
+_WAITS = "torch/distributed/"
 
 
 @dataclass
@@ -51,10 +52,8 @@ class Watch:
         """
         if asked:
             self._asked = now if self._asked is None else self._asked
-            if now - self._asked >= self.stop_s:
-                message = f"the ranks did not stop within {self.stop_s:.0f} s of the warning"
-                return "NotStopped", message
-            return None
+            message = f"the ranks did not stop within {self.stop_s:.0f} s of the warning"
+            return ("NotStopped", message) if now - self._asked >= self.stop_s else None
         if beat is not None and beat != self._beat:
             self._beat, self._changed = beat, now
         last = self._beat if isinstance(self._beat, dict) else {}
@@ -107,7 +106,15 @@ def stop_limit_s(lead_s: float) -> float:
 def ask_for_stacks(logs: Path) -> None:
     """Have every rank write its stacks; return once all have, or after ANSWER_S."""
     (logs / files.ASK_FOR_STACKS).touch()
-    _wait(lambda: not _silent(logs), ANSWER_S)
+    deadline = time.monotonic() + ANSWER_S
+    while _silent(logs) and time.monotonic() < deadline:
+        time.sleep(0.2)
+
+
+def have_nodes_end_ranks(logs: Path) -> None:
+    """Have the nodes end ranks that srun may not have ended; a full disk must not end the job."""
+    with suppress(OSError):
+        (logs / files.END_RANKS).touch()
 
 
 def laggards(logs: Path) -> list[tuple[int, str, str]]:
@@ -117,18 +124,13 @@ def laggards(logs: Path) -> list[tuple[int, str, str]]:
     """
     if silent := _silent(logs):
         return [(rank, node, "does not answer") for rank, node in silent]
-    stacks = _stacks(logs)
-    busy = [(rank, node) for rank, node, text in stacks if "torch/distributed/" not in text]
-    if len(busy) == len(stacks):
-        return []
-    return [(rank, node, "is not waiting for the others") for rank, node in busy]
+    stacks, symptom = _stacks(logs), "is not waiting for the others"
+    busy = [(rank, node, symptom) for rank, node, text in stacks if _WAITS not in text]
+    return busy if len(busy) < len(stacks) else []
 
 
 def record(logs: Path, kind: str, message: str) -> None:
-    """Write a fault as a record for the job script.
-
-    It names the ranks that hold up the others.
-    """
+    """Write a fault, with the ranks that hold up the others, as a record for the job script."""
     slow = laggards(logs)
     named = ", ".join(f"rank {rank} on {node} {symptom}" for rank, node, symptom in slow[:4])
     more = f" and {len(slow) - 4} more" if len(slow) > 4 else ""
@@ -156,12 +158,6 @@ def _silent(logs: Path) -> list[tuple[int, str]]:
     return [(rank, node) for rank, node, text in _stacks(logs) if "most recent call" not in text]
 
 
-def _wait(done: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not done() and time.monotonic() < deadline:
-        time.sleep(0.2)
-
-
 class Watchdog:
     """Looks at a running attempt, and ends it if it hangs, or does not stop in time.
 
@@ -181,7 +177,7 @@ class Watchdog:
         now = time.monotonic()
         if self._finished.look(now):
             say("the run is finished: its processes are ended")
-            self._have_nodes_end_ranks()
+            have_nodes_end_ranks(self._logs)
             self._end(FINISH_END_S)
             return
         beat = files.peek(self._logs / files.HEARTBEAT)
@@ -197,9 +193,4 @@ class Watchdog:
     def _end(self, wait_s: float) -> None:
         """End srun and the ranks: by TERM, which srun forwards, else by KILL and by the nodes."""
         if not self._child.end(wait_s, END_S):
-            self._have_nodes_end_ranks()
-
-    def _have_nodes_end_ranks(self) -> None:
-        # srun is ended even if the file cannot be written.
-        with suppress(OSError):
-            (self._logs / files.END_RANKS).touch()
+            have_nodes_end_ranks(self._logs)

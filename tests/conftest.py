@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-CLUSTER_SH = Path(__file__).parents[1] / "slurm" / "dev-cluster" / "cluster.sh"
+CLUSTER_PY = Path(__file__).parents[1] / "slurm" / "dev-cluster" / "cluster.py"
 RELEASE_SH = Path(__file__).parent / "slurm" / "release.sh"
 SLURM_VARIABLES = ("SLURM", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SINFO_", "SCANCEL_")
 
 
-# Ordinary users have no sbin in PATH; cluster.sh looks there too.
+# Ordinary users have no sbin in PATH; cluster.py looks there too.
 PROGRAMS = f"{os.environ['PATH']}:/usr/local/sbin:/usr/sbin:/sbin"
 NEEDS_ACCOUNTING = pytest.mark.skipif(
     not all(shutil.which(name, path=PROGRAMS) for name in ("slurmdbd", "mariadbd")),
@@ -134,7 +134,7 @@ class SlurmCluster:
     def start_dead_daemons(self) -> None:
         """Start the daemons that have died; the others run on."""
         place = ["--name", self.name, "--state", str(self.root)]
-        done = self.run([CLUSTER_SH, "up", *place, *self.options], timeout=120)
+        done = self.run([CLUSTER_PY, "up", *place, *self.options], timeout=120)
         assert done.returncode == 0, done.stderr
 
 
@@ -157,7 +157,7 @@ def _cluster(root: Path, name: str, *options: str) -> Iterator[SlurmCluster]:
     env, options = _of_release(options)
     # The keeper takes the cluster down when its input ends, which it does however we end.
     keeper = subprocess.Popen(
-        ["bash", "-c", 'cat >/dev/null; exec "$@"', "keeper", CLUSTER_SH, "down", *place],
+        ["bash", "-c", 'cat >/dev/null; exec "$@"', "keeper", CLUSTER_PY, "down", *place],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -189,18 +189,18 @@ def _start(
     root: Path, name: str, place: list[str], options: tuple[str, ...], env: dict[str, str]
 ) -> SlurmCluster:
     up = subprocess.run(
-        [CLUSTER_SH, "up", *place, *options], env=env, capture_output=True, text=True, timeout=180
+        [CLUSTER_PY, "up", *place, *options], env=env, capture_output=True, text=True, timeout=180
     )
     if up.returncode:
         pytest.fail(f"no Slurm cluster: {up.stderr}`bash setup.sh --test` installs Slurm", False)
-    used = subprocess.check_output([CLUSTER_SH, "env", *place], env=env, text=True)
+    used = subprocess.check_output([CLUSTER_PY, "env", *place], env=env, text=True)
     env = env | {"SLURM_CONF": used.strip().removeprefix("export SLURM_CONF=")}
     return SlurmCluster(name=name, root=root, env=env, options=options)
 
 
 @pytest.fixture
 def cluster_root() -> Iterator[Path]:
-    """A temporary folder that cluster.sh takes as --state."""
+    """A temporary folder that cluster.py takes as --state."""
     with _state_root() as root:
         yield root
 

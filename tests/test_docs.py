@@ -62,12 +62,12 @@ def test_the_pages_show_every_command():
 
 
 def test_shown_options_of_setup_and_cluster_scripts_exist():
-    setup, cluster = (ROOT / "setup.sh").read_text(), ROOT / "slurm/dev-cluster/cluster.sh"
+    setup, cluster = (ROOT / "setup.sh").read_text(), ROOT / "slurm/dev-cluster/cluster.py"
     for path in PAGES:
         for line in re.findall(r"^bash setup\.sh.*$", path.read_text(), re.MULTILINE):
             for option in re.findall(r"--[a-z-]+", line.partition("#")[0]):
                 assert f"{option}" in setup, line
-        for line in re.findall(r"cluster\.sh [a-z]+.*$", path.read_text(), re.MULTILINE):
+        for line in re.findall(r"cluster\.py [a-z]+.*$", path.read_text(), re.MULTILINE):
             for option in re.findall(r"--[a-z-]+", line.partition("#")[0]):
                 assert option in cluster.read_text(), line
 

@@ -15,8 +15,8 @@ import pytest
 from launcher import paths
 from launcher.run.directory import Run
 from launcher.run.states import state_of
-from slurm import records
-from slurm.recorder import NotRecorded, Recorder
+from slurm import history, records
+from slurm.records import NotRecorded, Recorder
 from tests.faults.kit import attempts
 from tests.launcher.kit import report, until
 from tests.launcher.slurm.test_job_script import made
@@ -102,7 +102,7 @@ def test_no_inodes_left_is_told_as_such(place, small_disk, plain_env, tmp_path):
     # Room is made, and the same run goes on.
     for path in (run / "many").iterdir():
         path.unlink()
-    assert records.next_attempt(run, Run(run).status) == 1
+    assert history.next_attempt(run, Run(run).status) == 1
 
 
 def with_python(run: Path, root: Path, text: str) -> Path:

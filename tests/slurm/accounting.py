@@ -44,7 +44,7 @@ AccountingStorageTRES=gres/gpu,gres/gpu:h100
 
 @contextmanager
 def accounting_cluster(name: str, *options: str) -> Iterator[SlurmCluster]:
-    """A running cluster that enforces the limits of its accounts; options: of cluster.sh up."""
+    """A running cluster that enforces the limits of its accounts; options: of cluster.py up."""
     with running_cluster(name, *options) as cluster, ExitStack() as daemons:
         state, database = cluster.state, cluster.root / "database"
         with socket.create_server(("127.0.0.1", 0)) as free:

@@ -1,9 +1,10 @@
-"""slurm/dev-cluster/cluster.sh: real jobs, emulated GPUs, several clusters, nothing left behind."""
+"""slurm/dev-cluster/cluster.py: real jobs, emulated GPUs, several clusters, nothing left behind."""
 
 import os
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,18 +12,18 @@ import pytest
 from tests.conftest import SlurmCluster
 from tests.launcher.kit import until
 
-CLUSTER_SH = Path(__file__).parents[2] / "slurm" / "dev-cluster" / "cluster.sh"
+CLUSTER_PY = Path(__file__).parents[2] / "slurm" / "dev-cluster" / "cluster.py"
 JOB_SCRIPT = """#!/bin/bash
 echo "batch $SLURM_CONF home=$HOME secret=${SECRET:-none}"
 srun --ntasks-per-node=1 bash -c 'echo "step $SLURMD_NODENAME $SLURM_CONF"'
 """
 
 
-def cluster_sh(
+def cluster_py(
     *arguments: str | Path, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [CLUSTER_SH, *arguments], env=env, capture_output=True, text=True, timeout=90
+        [CLUSTER_PY, *arguments], env=env, capture_output=True, text=True, timeout=90
     )
 
 
@@ -79,7 +80,7 @@ def test_down_stops_only_its_own_cluster(slurm, cluster_root: Path, new_cluster)
         )
         try:
             assert other.run(["srun", "hostname"]).returncode == 0
-            down = cluster_sh("down", "--name", "other", "--state", cluster_root)
+            down = cluster_py("down", "--name", "other", "--state", cluster_root)
             assert (down.returncode, down.stderr) == (0, "cluster 'other' is down\n")
             assert bystander.poll() is None
             assert named.poll() is None
@@ -95,12 +96,12 @@ def test_down_stops_only_its_own_cluster(slurm, cluster_root: Path, new_cluster)
 def test_a_second_up_changes_nothing(slurm) -> None:
     options = ["--name", slurm.name, "--state", slurm.root]
     before = at_rest(slurm)
-    again = cluster_sh("up", *options, "--requeue-delay", "5")
+    again = cluster_py("up", *options, "--requeue-delay", "5")
     assert (again.returncode, again.stdout) == (0, "")
     assert again.stderr == "cluster 'tests' is already up: nodes=2 gpus=8 requeue-delay=5\n"
-    other_shape = cluster_sh("up", *options, "--nodes", "3")
+    other_shape = cluster_py("up", *options, "--nodes", "3")
     assert other_shape.returncode == 1
-    assert f"first: {CLUSTER_SH} down --name tests --state {slurm.root}" in other_shape.stderr
+    assert f"first: {CLUSTER_PY} down --name tests --state {slurm.root}" in other_shape.stderr
     assert processes_of(slurm.state) == before
 
 
@@ -112,9 +113,9 @@ def test_an_interrupted_up_leaves_no_process(cluster_root: Path, tmp_path: Path)
     case = f'case "$*" in *"-N "*) {wait} ;; esac'  # not if it is asked for its version
     slurmd.write_text(f'#!/bin/sh\n{case}\nexec {shutil.which("slurmd", path=path)} "$@"\n')
     slurmd.chmod(0o755)
-    # A shell cannot trap what was ignored when it started, as HUP is below nohup.
+    # What was ignored when it started, as HUP is below nohup, stays ignored.
     up = subprocess.Popen(
-        ["env", "--default-signal=HUP", CLUSTER_SH, "up", "--state", cluster_root],
+        ["env", "--default-signal=HUP", CLUSTER_PY, "up", "--state", cluster_root],
         env=os.environ | {"PATH": f"{tmp_path}:{path}"},
         stderr=subprocess.PIPE,
         text=True,
@@ -140,12 +141,12 @@ def test_down_ends_jobs_and_leaves_nothing_behind(
             ["srun", "--nodes=2", "true"], env=cluster.env, stderr=subprocess.DEVNULL
         )
         until((tmp_path / "started").exists, 20)
-        down = cluster_sh("down", "--name", "full", "--state", cluster_root)
+        down = cluster_py("down", "--name", "full", "--state", cluster_root)
         assert down.returncode == 0, down.stderr
         assert waiting.wait(timeout=20) != 0
     until(lambda: not processes_of(cluster_root), 1)
     assert [entry.name for entry in cluster_root.iterdir()] == [".lock"]
-    again = cluster_sh("down", "--name", "full", "--state", cluster_root)
+    again = cluster_py("down", "--name", "full", "--state", cluster_root)
     assert again.returncode == 0
     assert "is not up" in again.stderr
 
@@ -153,7 +154,7 @@ def test_down_ends_jobs_and_leaves_nothing_behind(
 def test_a_failed_start_shows_the_log_and_stops_its_processes(
     cluster_root: Path, new_cluster
 ) -> None:
-    up = cluster_sh("up", "--state", cluster_root, "--set", "SelectType=select/absent")
+    up = cluster_py("up", "--state", cluster_root, "--set", "SelectType=select/absent")
     assert up.returncode == 1
     assert "end of slurmctld.log:" in up.stderr
     assert "fatal: " in up.stderr
@@ -166,20 +167,20 @@ def test_a_failed_start_shows_the_log_and_stops_its_processes(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "no command: give up, down, status or env (see cluster.sh --help)"),
-        (["start"], "unknown command 'start' (see cluster.sh --help)"),
-        (["up", "--nodes"], "--nodes needs a value (see cluster.sh up --help)"),
+        ([], "no command: give up, down, status or env (see cluster.py --help)"),
+        (["start"], "unknown command 'start' (see cluster.py --help)"),
+        (["up", "--nodes"], "--nodes needs a value (see cluster.py up --help)"),
         (["up", "--gpus", "8; id"], "--gpus must be a whole number from 0 to 64, got '8; id' (see"),
         (["down", "--name", "../x"], "--name must be lower-case letters, digits and '-', got '../"),
-        (["env", "--nodes", "2"], "--nodes is an option of 'up', not of 'env' (see cluster.sh env"),
+        (["env", "--nodes", "2"], "--nodes is an option of 'up', not of 'env' (see cluster.py env"),
         (["status", "--state", "/a b"], "--state must be a path of letters, digits and '/._@+-',"),
         (["up", "--set", "A=2\nB=x"], "--set must be KEY=VALUE as in slurm.conf, got 'A=2\nB=x'"),
     ],
 )
 def test_wrong_usage_exits_with_2_and_names_the_fault(arguments: list[str], message: str) -> None:
-    answer = cluster_sh(*arguments)
+    answer = cluster_py(*arguments)
     assert (answer.returncode, answer.stdout) == (2, "")
-    assert answer.stderr.startswith(f"cluster.sh: {message}")
+    assert answer.stderr.startswith(f"cluster.py: {message}")
 
 
 def test_a_state_folder_that_cannot_be_used_is_refused_and_not_changed(cluster_root: Path) -> None:
@@ -198,21 +199,21 @@ def test_a_state_folder_that_cannot_be_used_is_refused_and_not_changed(cluster_r
         (cluster_root / ("x" * 60), "is too long for unix sockets"),
         (foreign, f"belongs to {owner}, not to you"),
     ):
-        up = cluster_sh("up", "--state", folder)
+        up = cluster_py("up", "--state", folder)
         assert up.returncode == 1 and fault in up.stderr
     work = cluster_root / "work" / "thesis.tex"
     work.parent.mkdir()
     work.write_text("dear")
     for command in ("up", "down"):
-        answer = cluster_sh(command, "--name", "work", "--state", cluster_root)
+        answer = cluster_py(command, "--name", "work", "--state", cluster_root)
         assert answer.returncode == 1 and "is not a cluster's state folder" in answer.stderr
     assert work.read_text() == "dear" and processes_of(cluster_root) == {}
 
 
 def test_env_and_status_without_a_cluster_say_how_to_start_one(cluster_root: Path) -> None:
-    remedy = f"to start it: {CLUSTER_SH} up --name default --state {cluster_root}\n"
+    remedy = f"to start it: {CLUSTER_PY} up --name default --state {cluster_root}\n"
     for command in ("env", "status"):
-        answer = cluster_sh(command, "--state", cluster_root)
+        answer = cluster_py(command, "--state", cluster_root)
         assert (answer.returncode, answer.stdout) == (1, "")
         assert answer.stderr.endswith(remedy)
 
@@ -220,11 +221,10 @@ def test_env_and_status_without_a_cluster_say_how_to_start_one(cluster_root: Pat
 def test_missing_slurm_names_the_packages_to_install(
     cluster_root: Path, tmp_path: Path, plain_env
 ) -> None:
-    for tool in ("bash", "realpath"):
-        (tmp_path / tool).symlink_to(str(shutil.which(tool)))
+    (tmp_path / "python3").symlink_to(sys.executable)
     env = plain_env | {"PATH": str(tmp_path)}
     hint = "as root: apt-get install slurm-wlm munge"
-    up = cluster_sh("up", "--state", cluster_root, env=env)
+    up = cluster_py("up", "--state", cluster_root, env=env)
     assert up.returncode == 1
     assert "sbatch" in up.stderr
     assert up.stderr.endswith(f"{hint}\n")
@@ -232,7 +232,7 @@ def test_missing_slurm_names_the_packages_to_install(
 
 def test_an_ordinary_user_runs_a_cluster(cluster_root: Path, plain_env) -> None:
     # A checkout may be closed to other users; the script needs only its own folder.
-    script = shutil.copytree(CLUSTER_SH.parent, cluster_root / "dev-cluster") / CLUSTER_SH.name
+    script = shutil.copytree(CLUSTER_PY.parent, cluster_root / "dev-cluster") / CLUSTER_PY.name
     state = cluster_root / "user"
     state.mkdir(mode=0o711)
     as_user: list[str] = []

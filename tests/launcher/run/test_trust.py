@@ -23,7 +23,7 @@ def test_only_code_that_nobody_else_could_change_is_used(tmp_path):
     """What a colleague plants under its name, and what is changed in it."""
     made = code.present(tmp_path)
     assert code.present(tmp_path) == made and made.folder.parent.parent.stat().st_mode & 0o1000
-    script, added = made.folder / "slurm/identity.py", made.folder / "yaml.py"
+    script, added = made.folder / "slurm/allocation.py", made.folder / "yaml.py"
     before = script.read_bytes()
     script.write_bytes(before + b"#")
     with pytest.raises(RunFault, match="is not the code that its name says: remove"):
@@ -34,7 +34,7 @@ def test_only_code_that_nobody_else_could_change_is_used(tmp_path):
         code.require(made)
     added.unlink()
     script.chmod(0o660)
-    with pytest.raises(RunFault, match=r"identity.py can be changed by others \(mode 660\)"):
+    with pytest.raises(RunFault, match=r"allocation.py can be changed by others \(mode 660\)"):
         code.require(made)
     script.chmod(0o640)
     (made.folder / "trainer/__pycache__").rmdir()

@@ -305,7 +305,7 @@ def test_a_resumed_run_counts_paths_from_the_recipe_it_was_made_of(tmp_path):
 def test_a_file_that_cannot_be_read_does_not_keep_the_end_from_its_record(
     tmp_path, monkeypatch, capsys
 ):
-    """slurm/recorder.py asks again, and Slurm may give the job only seconds."""
+    """slurm/records.py asks again, and Slurm may give the job only seconds."""
     monkeypatch.setattr(engine, "WAIT_S", 0.1)
     monkeypatch.setenv("RUN_DIR", str(tmp_path))
     monkeypatch.setenv("STORAGE_WAIT_S", "5")
