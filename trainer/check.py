@@ -40,6 +40,8 @@ from trainer.models.builder import frozen_fault, teacher_spec
 LARGEST = 2**10
 # The components to which the trainer itself gives their first argument.
 HANDED_OVER = ("optimizer", "lr_scheduler", "dataset", "dataset_val")
+# torchtune's configs name a component there.
+NEVER_CALLED = ("metric_logger", "checkpointer", "profiler", "tensor_parallel_plan")
 # Keys of a block that the trainer reads and its component does not take.
 OWN_KEYS = {
     **dict.fromkeys(("dataset", "dataset_val"), ("packed", "split_across_pack")),
@@ -62,8 +64,8 @@ def component_faults(content: dict[str, Any]) -> list[str]:
     """Components that cannot be imported, or do not take the arguments that are given."""
     texts: list[str] = []
     for key, block in _blocks("", content):
-        if key in ("metric_logger", "checkpointer"):
-            continue  # torchtune's configs name one, and it is never called
+        if key in NEVER_CALLED or configs.refused_path(key, block["_component_"]):
+            continue  # `parse` names what is refused
         if key == "model" and block["_component_"] == TRANSFORMERS:
             continue  # the folder names the class
         if block["_component_"] == COMPONENT:

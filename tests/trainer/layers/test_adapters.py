@@ -90,9 +90,9 @@ def test_trainer_check_takes_it_and_says_what_is_wrong(
         model = {"_component_": "transformers", "adapter": name}
         path = config(tmp_path / "unknown", model_folder, dataset, model=model)
         assert any(f.startswith("model.adapter:") and reason in f for f in faults(path)), name
-    built_in = lora_model(adapter=KIND)
-    path = config(tmp_path / "both", model_folder, dataset, model=built_in)
-    assert any("adds LoRA itself; leave model.adapter out" in f for f in faults(path))
+    both = lora_model(adapter=KIND)
+    path = config(tmp_path / "both", model_folder, dataset, model=both)
+    assert any("model.lora_alpha: is an argument of no model" in f for f in faults(path))
     monkeypatch.delenv("COOKBOOK_COMPONENTS")
     assert any("COOKBOOK_COMPONENTS" in f for f in faults(config(tmp_path, model_folder, dataset)))
 

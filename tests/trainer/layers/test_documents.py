@@ -2,18 +2,40 @@
 
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from trainer.models.torchtune.decoder import adopt
 
-from tests.trainer.data.test_data import GEMMA, LLAMA, ROW, packed
-from trainer.config import instantiate
+from tests.trainer.data.test_data import ROW, packed
+from tests.trainer.runs import described, spec_of
+from trainer.demo import ARCHITECTURE
 from trainer.layers import attention, flex
-from trainer.model import Documents, Inputs
+from trainer.model import Decoder, Documents, Inputs
+from trainer.models import build as models
 from trainer.parallel import activations
+
+# Every second layer has the window.
+GEMMA = {"model_type": "gemma2", "sliding_window": 8}
+
+
+def random_model(
+    folder: Path, dtype: str, device: str | torch.device = "cpu", **settings: Any
+) -> Decoder:
+    """Two blocks of the demo's sizes, whose attention has no kernel but the masks'."""
+    source = described(folder, num_hidden_layers=2, **settings)
+    spec = spec_of({}, dtype=dtype, checkpointer={"checkpoint_dir": str(source)})
+    model = models.empty(spec).to_empty(device=device)
+    model.fill_buffers(torch.device(device))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            std = 1.0 if "embed" in name else 0.05  # as torch begins them
+            parameter.normal_(mean=float("norm" in name), std=std)
+    return model
 
 
 def by_document(
@@ -69,7 +91,7 @@ as_operator.register_fake(lambda query, *_: torch.empty_like(query))
 
 
 @torch.inference_mode()
-def test_a_variable_length_kernel_gives_what_the_mask_gives(build):
+def test_a_variable_length_kernel_gives_what_the_mask_gives(build, tmp_path):
     """The GPU's path, with a kernel of the same arguments that runs anywhere.
 
     Layers are compiled once, for any number of documents.
@@ -77,7 +99,7 @@ def test_a_variable_length_kernel_gives_what_the_mask_gives(build):
     rows = build(**packed()).training.rows
     batches = [rows.collate([rows[i], rows[i + 1]]) for i in range(0, 8, 2)]
     assert len({len(batch.inputs.documents.cu_seqlens) for batch in batches}) > 1
-    model = adopt(instantiate("model", LLAMA)).to(torch.bfloat16)
+    model = random_model(tmp_path / "model", "bf16")
 
     def outputs() -> list[torch.Tensor]:
         return [model(b.inputs) for b in batches]
@@ -89,8 +111,8 @@ def test_a_variable_length_kernel_gives_what_the_mask_gives(build):
             layer.varlen_attention = partial(kernel, **options)
         if kernel is as_operator:
             torch._dynamo.reset()
-            for layer in model.layers:
-                layer.compile(backend="aot_eager", fullgraph=True)
+            for block in model.blocks:
+                block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True)
             model.register_forward_pre_hook(activations.mark_dynamic)
             with torch._dynamo.config.patch(error_on_recompile=True):
                 found = outputs()
@@ -137,16 +159,17 @@ def test_blocks_hold_what_is_seen_and_little_else(length, window):
 
 
 @torch.inference_mode()
-def test_layers_with_flex_attention_are_compiled_once():
+def test_layers_with_flex_attention_are_compiled_once(tmp_path):
     """For any documents; what has a window, and what has none, is another kind of layer."""
-    model = adopt(instantiate("model", GEMMA))
+    model = random_model(tmp_path, "fp32", **GEMMA)
+    assert [layer.window for layer in attention.layers(model)] == [8, None]
     tokens = torch.arange(400).reshape(2, 200) % 1000
     batches = [Documents(documents_of(200, seed), torch.zeros(2)) for seed in (1, 2, 3)]
     wanted = [model(Inputs(tokens, documents)) for documents in batches]
     attention.use_flex_attention(model, torch.device("cpu"))
     torch._dynamo.reset()
-    for layer in model.layers:
-        layer.compile(backend="aot_eager", fullgraph=True)
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True)
     model(Inputs(tokens, batches[0]))
     with torch._dynamo.config.patch(error_on_recompile=True):
         for documents, other in zip(batches, wanted, strict=True):
@@ -211,18 +234,19 @@ def test_flex_attention_on_a_gpu_gives_what_all_scores_give(cap):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_the_gpus_kernel_gives_what_the_mask_gives(build):
+def test_the_gpus_kernel_gives_what_the_mask_gives(build, tmp_path):
     device = torch.device("cuda")
     rows = build(**packed()).training.rows
     batch = rows.collate([rows[0], rows[1]]).to(device)
-    with device:
-        layer = adopt(instantiate("model", LLAMA)).to(torch.bfloat16).blocks[0].attn
-        x = torch.randn(2, ROW, 128, dtype=torch.bfloat16)
+    model = random_model(tmp_path / "model", "bf16", device)
+    layer = model.blocks[0].self_attn
+    x = torch.randn(2, ROW, ARCHITECTURE["hidden_size"], device=device, dtype=torch.bfloat16)
+    angles = model.base.rotary_emb(x, batch.inputs.positions)
     outputs, gradients = [], []
     for varlen in (None, attention.varlen_attention()):
         inputs = x.clone().requires_grad_()
-        layer.core.varlen_attention = varlen
-        out = layer(inputs, inputs, mask=batch.inputs.documents, input_pos=batch.inputs.positions)
+        layer.document_attention.varlen_attention = varlen
+        out, _ = layer(inputs, angles, attention_mask=None, documents=batch.inputs.documents)
         out.float().square().sum().backward()
         outputs.append(out)
         gradients.append(inputs.grad)

@@ -37,7 +37,7 @@ from tests.trainer.runs import (
 )
 from trainer.config import load
 from trainer.layers import experts
-from trainer.layers.adapters.lora_experts import ExpertsLoRA, from_peft, to_peft
+from trainer.layers.adapters.lora_experts import PEFT_VERSION, ExpertsLoRA, from_peft, to_peft
 from trainer.layers.balance import Balance
 from trainer.model import Inputs
 from trainer.models import build as models
@@ -244,8 +244,12 @@ def test_adapters_of_experts_are_read_in_the_layouts_of_old_and_new_peft(outputs
     for stack in (adapter.lora_a, adapter.lora_b):
         torch.nn.init.normal_(stack.weight)
     a, b = adapter.lora_a.weight.detach(), adapter.lora_b.weight.detach()
+    found = from_peft(*to_peft(a, b), adapter, False, PEFT_VERSION)
+    assert torch.equal(found[0], a) and torch.equal(found[1], b)
+    # PEFT 0.18 took the weight for [experts, in, out].
+    old = to_peft(b.transpose(1, 2), a.transpose(1, 2))
     for version in ("0.18.1", None):
-        found = from_peft(*to_peft(a, b, False), adapter, False, version)
+        found = from_peft(*old, adapter, False, version)
         assert torch.equal(found[0], a) and torch.equal(found[1], b)
     # PEFT 0.21's ParamWrapper.get_delta_weight.
     new_a, new_b = torch.randn(3 * 2, 16), torch.randn(outputs, 2 * 3)

@@ -10,13 +10,22 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
-from tests.trainer.runs import Runs, lora_model, metrics, spec_of, train, write_config
+from tests.trainer.runs import (
+    Runs,
+    described,
+    empty_model,
+    lora_model,
+    metrics,
+    spec_of,
+    train,
+    write_config,
+)
 from trainer.config import load
 from trainer.errors import ConfigError
 from trainer.layers import linear
 from trainer.loop import Trainer
 from trainer.methods.sft import SupervisedFineTuning
-from trainer.models.build import empty_module, layout_faults
+from trainer.models.build import layout_faults
 
 FP8 = {"dtype": "bf16", "enable_fp8_training": True, "row_length": 96, "batch_size": 4}
 FP8 |= {"optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3}}
@@ -83,11 +92,11 @@ def test_what_it_does_not_go_with_is_said_at_once(tmp_path, model_folder, datase
     ]
 
 
-def test_sizes_that_no_gpu_multiplies_are_named():
-    block = lora_model(intermediate_dim=344, num_heads=8, num_kv_heads=8)
-    with torch.device("meta"):
-        model = empty_module(block)
-    spec = spec_of(block, enable_fp8_training=True)
+def test_sizes_that_no_gpu_multiplies_are_named(tmp_path):
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 16}
+    folder = described(tmp_path, intermediate_size=344, **heads)
+    model = empty_model(folder, **lora_model())
+    spec = spec_of(lora_model(), enable_fp8_training=True)
     (found,) = layout_faults(model, spec)
     assert "multiples of 16, and this model has layers of 344;" in found
     faults = layout_faults(model, replace(spec, tensor_parallel_dim=16))
