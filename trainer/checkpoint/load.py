@@ -51,7 +51,7 @@ def load(module: Decoder, source: SafetensorsSource, world: World) -> None:
             piece, parts = pieces.get(key), parts_of.get(key, [])
             if piece is not None:
                 name, parameter = piece.name, piece.parameter
-            elif len(parts) == 1 and not (source.is_made(key) or module.is_reordered(parts[0][0])):
+            elif len(parts) == 1 and not (key in source.grown or module.is_reordered(parts[0][0])):
                 name, parameter = parts[0]
             else:
                 # A tied model's folder may hold the output too, which is no parameter of its own.
