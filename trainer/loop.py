@@ -142,7 +142,7 @@ class Trainer:
             self.stop.seen_here(),
             self.guard.exceeded(),
             self.checkpoints.failed_here(),
-            self.checkpoints.lost_here(),
+            self.world.is_main and self.checkpoints.committed.lease.lost_here(),
             self._save_is_due(),
         )
         return StepSums(*self.world.sum(own))
