@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from runspec import storage
 
@@ -278,15 +278,11 @@ def append_json_line(path: Path, value: Any) -> None:
     A line before it that was cut short stays a line of its own, which readers leave out.
     """
     with open(path, "ab+") as file:
-        torn = file.seek(0, os.SEEK_END) > 0 and _last_byte(file) != b"\n"
+        size = file.seek(0, os.SEEK_END)
+        torn = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
         file.write(b"\n" * torn + json.dumps(value).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
-
-
-def _last_byte(file: BinaryIO) -> bytes:
-    file.seek(-1, os.SEEK_END)
-    return file.read(1)
 
 
 def fsync_path(path: Path) -> None:

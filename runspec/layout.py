@@ -219,19 +219,3 @@ class StepFacts:
         # The kernels of bitsandbytes read the memory of whole tensors, whatever they are given.
         if self.sharded and (name in NEED_WHOLE_PARAMETERS or name.startswith("bitsandbytes.")):
             yield f"optimizer: {name} cannot update parameters that are sharded; {others}"
-
-
-def longest_row(positions: int, chunk: int | None = None, floor_scale: int | None = None) -> int:
-    """Return the length up to which every layer computes as if it saw all tokens before.
-
-    Beyond it Llama 4's layers of chunked attention begin anew, and its others change their scores,
-    by the position in the row instead of the document.
-
-    Args:
-        positions: the model's longest context.
-        chunk: what chunked attention sees; None without.
-        floor_scale: positions from which on scores change; None if they do not.
-    """
-    # Rounded down to what tensor parallelism may divide.
-    scaled = positions if floor_scale is None else (floor_scale - 1) // 8 * 8
-    return min(positions, positions if chunk is None else chunk, scaled)

@@ -40,45 +40,34 @@ def reference(value: Any) -> tuple[str, str] | None:
     return (match["name"], match["split"]) if match else None
 
 
-def dataset_block(name: str, split: str, before: Any) -> dict[str, Any]:
-    """Return the dataset block that prepared:NAME@SPLIT stands for.
+def expanded(value: Any, before: Any = None) -> Any:
+    """Return the block that a text such as prepared:support@train stands for; else the value.
 
     before: the block that it replaces, whose packing stays.
     """
+    if (named := reference(value)) is None:
+        return value
     kept = ("packed", "split_across_pack", "train_on_input")
     old = before if isinstance(before, dict) else {}
     return {
         "_component_": COMPONENT,
-        "data_dir": f"${{datasets_root}}/{FOLDER}/{name}/{CURRENT}/{DATA}/{split}",
+        "data_dir": f"${{datasets_root}}/{FOLDER}/{named[0]}/{CURRENT}/{DATA}/{named[1]}",
         **{key: old[key] for key in kept if key in old},
     }
 
 
-def expanded(value: Any, before: Any = None) -> Any:
-    """Return the block that a text such as prepared:support@train stands for; else the value."""
-    named = reference(value)
-    return dataset_block(*named, before) if named else value
-
-
-def version_folder(data_dir: Path) -> Path | None:
-    """Return the version of a training set that contains a block's data_dir, None if it is none."""
-    folder = data_dir.resolve()
-    if folder.parent.name == DATA and (folder.parent.parent / CARD).is_file():
-        return folder.parent.parent
-    return None
-
-
-def card_of(data_dir: Path) -> dict[str, Any] | None:
-    """Return the card of the training set that data_dir belongs to, None if it has none."""
-    version = version_folder(data_dir)
-    return patient_json(version / CARD) if version else None
+def version_of(data_dir: Path) -> tuple[Path, dict[str, Any]] | None:
+    """Return the version of a training set that a block's data_dir is in, with its card."""
+    data = data_dir.resolve().parent
+    card = patient_json(data.parent / CARD) if data.name == DATA else None
+    return None if card is None else (data.parent, card)
 
 
 def changes(data_dir: Path) -> list[str]:
     """Say what differs between a split's files and its card; a touched file is hashed again."""
-    version, card = version_folder(data_dir), card_of(data_dir)
-    if version is None or card is None:
+    if (found := version_of(data_dir)) is None:
         return [f"{data_dir} has no {CARD}"]
+    version, card = found
     split = data_dir.resolve().name
     noted = {each["file"]: each for each in card["splits"].get(split, {}).get("files", [])}
     there = {str(path.relative_to(version)) for path in data_dir.resolve().glob("*.parquet")}

@@ -5,7 +5,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import TypeVar
 
@@ -40,15 +40,20 @@ def wait_s() -> float:
 
 
 def is_of_storage(error: BaseException | None) -> bool:
-    """Whether an error comes of storage that cannot be read, whatever was made of that.
+    """Whether an error comes of storage that cannot be read.
 
     A file that is not there is the user's to fix; one that cannot be read now is not.
     """
+    return number_of(error, UNREADABLE) is not None
+
+
+def number_of(error: BaseException | None, among: Container[int]) -> int | None:
+    """Return the one among these numbers that an error comes of, whatever was made of that."""
     while error is not None:
-        if isinstance(error, OSError) and error.errno in UNREADABLE:
-            return True
+        if isinstance(error, OSError) and error.errno in among:
+            return error.errno
         error = error.__cause__ or error.__context__
-    return False
+    return None
 
 
 def patiently(read: Callable[[Path], T], path: Path, most_s: float = math.inf) -> T:

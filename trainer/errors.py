@@ -18,7 +18,7 @@ from typing import Any
 
 from runspec import failure, files
 from runspec.redact import redacted
-from runspec.storage import OF_A_DISK, is_of_storage
+from runspec.storage import OF_A_DISK, is_of_storage, number_of
 
 _OF_TORCH_DISTRIBUTED = ("DistBackendError", "DistNetworkError", "DistStoreError")
 
@@ -113,16 +113,7 @@ def is_permanent(error: BaseException) -> bool:
     )
     if type(error).__name__ == "OutOfMemoryError" or isinstance(error, kinds):
         return True
-    return _of_a_disk(error) is not None
-
-
-def _of_a_disk(error: BaseException | None) -> str | None:
-    """The name of a full disk or quota that an error comes of, whatever was made of that."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in OF_A_DISK:
-            return OF_A_DISK[error.errno]
-        error = error.__cause__ or error.__context__
-    return None
+    return number_of(error, OF_A_DISK) is not None
 
 
 def describe(error: BaseException) -> str:
@@ -147,8 +138,8 @@ def kind(error: BaseException) -> str:
     """
     if is_of_storage(error):
         return StorageError.__name__
-    if (full := _of_a_disk(error)) is not None:
-        return full
+    if (full := number_of(error, OF_A_DISK)) is not None:
+        return OF_A_DISK[full]
     if isinstance(error, OSError) and error.errno == errno.EPIPE:
         return "OutputError"
     name, text = type(error).__name__, str(error)

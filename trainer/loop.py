@@ -142,7 +142,7 @@ class Trainer:
             self.stop.seen_here(),
             self.guard.exceeded(),
             self.checkpoints.failed_here(),
-            self.checkpoints.lost_here(),
+            self.world.is_main and self.checkpoints.committed.lease.lost_here(),
             self._save_is_due(),
         )
         return StepSums(*self.world.sum(own))
@@ -236,7 +236,7 @@ class Trainer:
         """Gradients of the mean loss over `targets`; this rank's sums by name, detached."""
         model = self.model.module
         # FSDP divides the sum over ranks by their number; the true divisor is all targets.
-        scale = self.world.data_size / targets
+        scale = self.world.layout.data_parallel / targets
         sums = {"loss": torch.zeros((), device=self.world.device)}
         for index, batch in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
@@ -375,7 +375,7 @@ class Trainer:
         state = self.state
         state.world_size = self.world.size
         state.tensor_parallel_dim = self.world.tensor_parallel_dim
-        state.skipped_steps, _ = self.guard.counts()
+        state.skipped_steps = int(self.guard.left_out()[0])
         state.lr = optimizers.learning_rate(self.optimizer)
         state.run, state.settings = self.identity, self._settings()
         state.data = self.batches.state(state.step)

@@ -51,11 +51,6 @@ _GROUPS = {
 _TAGS = {name: f"{group}/{name}" for group, names in _GROUPS.items() for name in names}
 
 
-def _tag(name: str) -> str:
-    """Where TensorBoard shows a figure of no group here: a method may name one before a slash."""
-    return name if "/" in name else f"more/{name}"
-
-
 def memory(device: torch.device) -> dict[str, float]:
     """This process's peak GPU memory since the last call, and its resident memory, in GiB.
 
@@ -108,8 +103,10 @@ class Metrics:
         board = self._board
         from tensorboard.compat.proto.summary_pb2 import Summary
 
+        # A method may name a group of its own before a slash.
+        tags = {name: name if "/" in name else f"more/{name}" for name in record} | _TAGS
         values = [
-            Summary.Value(tag=_TAGS.get(name, _tag(name)), simple_value=value)
+            Summary.Value(tag=tags[name], simple_value=value)
             for name, value in record.items()
             if name not in ("step", "time", "left_s") and value is not None
         ]

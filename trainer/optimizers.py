@@ -252,11 +252,6 @@ class NonFiniteGuard:
         """Updates that were left out, in all and in a row until now; scalars on the device."""
         return self._counts[0], self._counts[1]
 
-    def counts(self) -> tuple[int, int]:
-        """(left out in all, in a row until now); waits for the device."""
-        total, row, _ = self._counts.tolist()
-        return total, row
-
     def fault(self, step: int, where: str = "") -> NonFiniteLossError:
         """What to raise if the ranks have agreed that the limit is exceeded after `step`.
 

@@ -72,10 +72,10 @@ def data_files(config: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _prepared(folder: Path) -> dict[str, Any]:
     """Return what identifies a split of a prepared set: its version, and the hash of its rows."""
-    card, version = prepared.card_of(folder), prepared.version_folder(folder)
     known = {"file": str(folder), "bytes": None, "sha256": None}
-    if card is None or version is None:
+    if (found := prepared.version_of(folder)) is None:
         return known
+    version, card = found
     split = card["splits"].get(folder.name, {})
     listed = split.get("files", [])
     name = f"{folder.parent.parent.parent.name}@{version.name}"

@@ -59,7 +59,8 @@ class Answerer:
             loading.decode_greedily(model, self.ends, self.tokenizer.pad_token_id)
         # Virtual tokens of prompt and prefix tuning take positions, too.
         virtual = (adapter or {}).get("num_virtual_tokens") or 0
-        self.limit = loading.max_positions(model) - virtual
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", 0)
+        self.limit = int(positions or 2**20) - virtual
         if adapter:
             model = loading.with_adapter(model, folder).eval()
             model = model if spread else model.to(device)

@@ -146,7 +146,7 @@ class PromptBatches(TrainingBatches):
             return
         if not state:
             raise ConfigError(f"checkpoints/step_{step} does not hold the answers of its step")
-        size = len(state) // self._world.data_size
+        size = len(state) // self._world.layout.data_parallel
         begin = self._world.data_rank * size
         self.current = [Answer(*each) for each in state[begin : begin + size]]
 

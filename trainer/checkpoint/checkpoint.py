@@ -108,10 +108,6 @@ class Checkpoints:
         pending = self._pending
         return pending is not None and pending.done() and pending.exception() is not None
 
-    def lost_here(self) -> bool:
-        """True on rank 0 once a newer start of the run has taken over; the ranks must then stop."""
-        return self._world.is_main and self.committed.lease.lost_here()
-
     def newly_committed(self) -> list[int]:
         """The steps of the checkpoints that were committed since the last call."""
         return [self._news.popleft() for _ in range(len(self._news))]

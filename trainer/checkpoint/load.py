@@ -6,7 +6,6 @@ from contextlib import ExitStack
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from torch.distributed import ProcessGroup
 
 from trainer.checkpoint.weights import (
     Parts,
@@ -41,7 +40,7 @@ def load(module: Decoder, source: SafetensorsSource, world: World) -> None:
     # Most weights have two bytes.
     world.limit_for(2 * sum(elements.values()))
     parts_of, pieces = file_tensors(module), hub_pieces(module)
-    readers: dict[str, tuple[torch.Tensor, list[ProcessGroup], float]] = {}
+    readers: dict[str, tuple[torch.Tensor, copies.Turns]] = {}
     shared: list[tuple[str, Reader]] = []
 
     def read_own() -> None:
@@ -51,15 +50,15 @@ def load(module: Decoder, source: SafetensorsSource, world: World) -> None:
             piece, parts = pieces.get(key), parts_of.get(key, [])
             if piece is not None:
                 name, parameter = piece.name, piece.parameter
-            elif len(parts) == 1 and not (source.is_made(key) or module.is_reordered(parts[0][0])):
+            elif len(parts) == 1 and not (key in source.grown or module.is_reordered(parts[0][0])):
                 name, parameter = parts[0]
             else:
                 # A tied model's folder may hold the output too, which is no parameter of its own.
                 shared.extend([(key, read)] if parts else [])
                 continue
             if name not in readers:
-                readers[name] = parameter, copies.holders(parameter, world), share
-            if copies.reads(*readers[name][1:]):
+                readers[name] = parameter, copies.turns(parameter, world, share)
+            if copies.reads(readers[name][1]):
                 _fill_own(parameter, read) if piece is None else _fill_piece(piece, read)
 
     with ExitStack() as opened:

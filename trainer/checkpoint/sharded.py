@@ -112,13 +112,13 @@ def _read(folder: Path, tensors: dict[str, Any], world: World, own: dict[str, An
     shared = {place: each for place, each in places.items() if type(local(each)) is torch.Tensor}
     total = max(sum(each.numel() for each in shared.values()), 1)
     world.limit_for(sum(each.nbytes for each in shared.values()))
-    groups, shares, before = {}, {}, 0
+    turns, before = {}, 0
     for place, each in shared.items():
-        groups[place], shares[place] = copies.holders(each, world), before / total
+        turns[place] = copies.turns(each, world, before / total)
         before += each.numel()
     read: dict[str, Any] = {name: {} for name in tensors}
     for place, each in places.items():
-        if place not in shared or copies.reads(groups[place], shares[place]):
+        if place not in shared or copies.reads(turns[place]):
             read[place[0]][".".join(place[1:])] = each
     with _plain_errors(world.cpu_group, "it cannot be read"):
         reader = dcp.FileSystemReader(folder)
@@ -129,7 +129,7 @@ def _read(folder: Path, tensors: dict[str, Any], world: World, own: dict[str, An
             holder = holder[key]
         holder[place[-1]] = read[place[0]][".".join(place[1:])]
     for place, each in shared.items():
-        copies.send(each, groups[place], shares[place])
+        copies.send(each, turns[place])
     world.limit(None)
 
 

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from pathlib import Path
@@ -118,10 +118,16 @@ def read_hf_config(file: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SafetensorsSource:
-    """Which file of a model folder has which tensor, and each tensor's shape."""
+    """Which file of a model folder has which tensor, and each tensor's shape.
+
+    grown: the embedding and the output head, if they have rows for new tokens. Such a tensor is
+    made of all that its file holds of it, whatever part is asked for.
+    """
 
     files: dict[str, Path]
     shapes: dict[str, tuple[int, ...]]
+    grown: frozenset[str] = frozenset()
+    new_ids: range = range(0)
 
     @classmethod
     def open(cls, checkpointer: dict[str, Any]) -> "SafetensorsSource":
@@ -211,11 +217,19 @@ class SafetensorsSource:
         for path in sorted(set(self.files.values())):
             opened = cache(partial(_opened, path, stack))
             for key in sorted(k for k, where in self.files.items() if where == path):
-                yield key, partial(_read, opened, key)
+                read = partial(_read, opened, key)
+                yield key, partial(self._grown_part, key, read) if key in self.grown else read
 
-    def is_made(self, key: str) -> bool:
-        """Whether a tensor is made of all that the file holds of it, whatever part is asked for."""
-        return False
+    def _grown_part(self, key: str, read: Reader, place: tuple[Any, ...] = ()) -> torch.Tensor:
+        """Of a tensor that grows, whose new rows are the mean of those of the tokens before them.
+
+        transformers' resize_token_embeddings draws its rows around it.
+        """
+        tensor, ids = read(), self.new_ids
+        mean = tensor[: ids.start].mean(0, dtype=torch.float32).to(tensor.dtype)
+        grown = torch.cat([tensor, mean.expand(self.shapes[key][0] - len(tensor), -1)])
+        grown[ids.start : ids.stop] = mean
+        return grown[place] if place else grown
 
 
 def _opened(path: Path, stack: ExitStack) -> Any:
@@ -227,41 +241,6 @@ def _read(opened: Callable[[], Any], key: str, place: tuple[Any, ...] = ()) -> t
     return opened().get_slice(key)[place] if place else opened().get_tensor(key)
 
 
-@dataclass(frozen=True)
-class GrownSource(SafetensorsSource):
-    """A source whose embedding and output head have rows for new tokens.
-
-    The rows of new tokens, and those with which the tensors grow, are the mean of the rows of the
-    tokens before them, as transformers' resize_token_embeddings draws its rows around it.
-    """
-
-    # The names of these tensors.
-    tables: frozenset[str]
-    # Those that they grow to.
-    rows: int
-    new_ids: range
-
-    def read(self, stack: ExitStack) -> Iterator[tuple[str, Reader]]:
-        """See `SafetensorsSource.read`."""
-        for key, read in super().read(stack):
-            yield key, partial(self._part, read) if key in self.tables else read
-
-    def is_made(self, key: str) -> bool:
-        """See `SafetensorsSource.is_made`."""
-        return key in self.tables
-
-    def _part(self, read: Reader, place: tuple[Any, ...] = ()) -> torch.Tensor:
-        whole = self._grown(read())
-        return whole[place] if place else whole
-
-    def _grown(self, tensor: torch.Tensor) -> torch.Tensor:
-        known, ids = len(tensor), self.new_ids
-        mean = tensor[: ids.start].mean(0, dtype=torch.float32).to(tensor.dtype)
-        grown = torch.cat([tensor, mean.expand(self.rows - known, -1)])
-        grown[ids.start : ids.stop] = mean
-        return grown
-
-
 def with_new_rows(source: SafetensorsSource, module: Decoder, new_ids: range) -> SafetensorsSource:
     """The source for a model whose embedding has rows for new tokens."""
     if not new_ids:
@@ -271,7 +250,7 @@ def with_new_rows(source: SafetensorsSource, module: Decoder, new_ids: range) ->
         key: (max(shape[0], module.vocab_size), *shape[1:]) if key in tables else shape
         for key, shape in source.shapes.items()
     }
-    return GrownSource(source.files, shapes, tables, module.vocab_size, new_ids)
+    return replace(source, shapes=shapes, grown=tables, new_ids=new_ids)
 
 
 class SafetensorsWriter:

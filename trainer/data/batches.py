@@ -259,7 +259,7 @@ class Batches(TrainingBatches):
     def __init__(self, rows: Rows, world: World, spec: BatchSpec) -> None:
         self.rows, self.size = rows, len(rows)
         self._world, self._spec = world, spec
-        self.samples_per_step = spec.batch_size * spec.micro_steps * world.data_size
+        self.samples_per_step = spec.batch_size * spec.micro_steps * world.layout.data_parallel
         full, rest = divmod(self.size, self.samples_per_step)
         steps = full if spec.drops_rest and full else full + (rest > 0)
         self.steps_per_epoch = min(steps, spec.max_steps_per_epoch or steps)
@@ -336,7 +336,7 @@ class Batches(TrainingBatches):
                 order = self._order(epoch)
             begin = (step % self.steps_per_epoch) * self.samples_per_step
             for micro in range(self._spec.micro_steps):
-                offset = begin + (micro * world.data_size + world.data_rank) * size
+                offset = begin + (micro * world.layout.data_parallel + world.data_rank) * size
                 own = order[offset : offset + size]
                 # Masked rows fill it up: every batch has one shape, for which layers are compiled
                 # once, and a rank without any row still runs the passes that the others run.

@@ -6,6 +6,7 @@ them. The forms are those of TRL's datasets.
 
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from trainer.data.conversations import labelled, schemas_of, turns_of
@@ -147,9 +148,6 @@ class PreferenceDataset(Preferences):
 
     names = PAIR_COLUMNS
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
     def __getitem__(self, index: int) -> dict[str, Any]:
         row = self.row(index)
         sample: dict[str, Any] = {"margin": float(self._value(row, "margin") or 0.0)}
@@ -162,12 +160,8 @@ class PreferenceDataset(Preferences):
 
 def _shared(first: Any, second: Any) -> int:
     """How many items two sequences have in common from their beginning."""
-    count = 0
-    for one, other in zip(first, second, strict=False):
-        if one != other:
-            break
-        count += 1
-    return count
+    same = takewhile(lambda both: both[0] == both[1], zip(first, second, strict=False))
+    return sum(1 for _ in same)
 
 
 def _split_texts(chosen: str, rejected: str) -> tuple[Answer, Answer]:

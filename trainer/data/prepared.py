@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from runspec import prepared
-from runspec.files import patient_json
 from runspec.keys.fields import STREAM
 from trainer.errors import ConfigError
 
@@ -46,7 +45,9 @@ def by_files(block: Mapping[str, Any], preferences: str = "") -> dict[str, Any]:
         hint = f"it has {', '.join(there)}" if there else "prepare it with: cookbook prepare"
         raise ConfigError(f"dataset: no prepared set {name} with a split {folder.name}: {hint}")
     pairs = {"preference": {"_component_": preferences}} if preferences else {}
-    read = (_BY_FORMAT | pairs).get(_card(folder)["format"])
+    if (found := prepared.version_of(folder)) is None:
+        raise ConfigError(f"dataset: {folder} has no {prepared.CARD}: prepare it again")
+    read = (_BY_FORMAT | pairs).get(found[1]["format"])
     if read is None:
         raise ConfigError(
             f"dataset: {folder} contains preference pairs, which this method does not train on: "
@@ -64,10 +65,3 @@ def is_text(block: Mapping[str, Any]) -> bool:
         with suppress(ConfigError):  # gone since it was read
             block = by_files(block, preferences="preferences")
     return str(block.get("_component_")).rpartition(".")[2] in _TEXTS
-
-
-def _card(folder: Path) -> Mapping[str, Any]:
-    card = patient_json(folder.resolve().parent.parent / prepared.CARD)
-    if card is None:
-        raise ConfigError(f"dataset: {folder} has no {prepared.CARD}: prepare it again")
-    return card

@@ -149,7 +149,7 @@ class StreamBatches(TrainingBatches):
         self.samples_per_step = mixture.streams
         self.total_steps = self.steps_per_epoch = int(spec.max_steps or 0)
         self.own = [
-            (micro * world.data_size + world.data_rank) * spec.batch_size + index
+            (micro * world.layout.data_parallel + world.data_rank) * spec.batch_size + index
             for micro in range(spec.micro_steps)
             for index in range(spec.batch_size)
         ]
@@ -244,7 +244,7 @@ def build(config: TrainConfig, world: World) -> Data:
     tokenizer = world.on_all(lambda: instantiate("tokenizer", config.tokenizer))
     mismatches = world.on_all(lambda: tokenizers.faults(tokenizer, config.model_folder))
     spec = BatchSpec.of(config, world)
-    streams = spec.batch_size * spec.micro_steps * world.data_size
+    streams = spec.batch_size * spec.micro_steps * world.layout.data_parallel
 
     # Rank 0 alone looks at all files.
     def find() -> tuple[list[TextSource], list[list[shards.Part]], str]:

@@ -100,12 +100,6 @@ def with_adapter(model: Any, folder: Path) -> Any:
     return PeftModel.from_pretrained(model, str(folder))
 
 
-def max_positions(model: Any) -> int:
-    """How many tokens a model takes."""
-    config = model.config.get_text_config()
-    return int(getattr(config, "max_position_embeddings", 0) or 2**20)
-
-
 def end_tokens(model: Any, tokenizer: Any, chat: bool = True) -> tuple[list[int], int | None]:
     """The tokens that end an answer, by generation config, tokenizer and chat template.
 

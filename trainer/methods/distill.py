@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from runspec import tokens
-from runspec.files import patient_json
 from runspec.keys.distill import DistillConfig
 from runspec.keys.train import TrainConfig
 from runspec.storage import patiently
@@ -82,9 +81,10 @@ def tokenizer_faults(
     advice = "give a teacher with the student's tokenizer"
     if missing := [str(file) for file in files if not file.is_file()]:
         return [f"teacher: {missing[0]} is missing, so its tokens cannot be compared; {advice}"]
-    if not added and len({patiently(Path.read_bytes, file) for file in files}) == 1:
+    contents = [patiently(Path.read_bytes, file) for file in files]
+    if not added and contents[0] == contents[1]:
         return []
-    own, other = (_tokens(patient_json(file) or {}) for file in files)
+    own, other = map(_tokens, contents)
     own |= added or {}
     differ = [number for number in sorted(own) if other.get(number) != own[number]]
     if not differ:
@@ -110,12 +110,9 @@ def _added(config: Any) -> dict[int, str]:
     return dict(zip(ids, tokens.new_tokens(config.tokenizer), strict=True))
 
 
-def _tokens(tokenizer: dict[str, Any]) -> dict[int, str]:
+def _tokens(content: bytes) -> dict[int, str]:
     """The text of each token by its number, from the content of tokenizer.json."""
-    vocabulary = (tokenizer.get("model") or {}).get("vocab") or {}
-    if isinstance(vocabulary, list):  # Unigram: pairs of a token and its score, by number
-        tokens = {number: str(token) for number, (token, _) in enumerate(vocabulary)}
-    else:
-        tokens = {number: token for token, number in vocabulary.items()}
-    added = tokenizer.get("added_tokens") or []
-    return tokens | {token["id"]: token["content"] for token in added}
+    from tokenizers import Tokenizer  # hardly any teacher has another file than its student
+
+    known = Tokenizer.from_buffer(content).get_vocab(with_added_tokens=True)
+    return {number: token for token, number in known.items()}

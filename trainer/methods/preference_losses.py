@@ -51,11 +51,6 @@ def dpo(ratios: torch.Tensor, beta: float, label_smoothing: float = 0.0) -> torc
     return -(1 - share) * F.logsigmoid(logits) - share * F.logsigmoid(-logits)
 
 
-def ipo(answers: Answers, beta: float) -> torch.Tensor:
-    """(D - 1 / (2 beta))^2, D of the ratios per token (Azar et al., arXiv:2310.12036)."""
-    return (difference(answers.ratios / answers.counts) - 1 / (2 * beta)).square()
-
-
 def simpo(
     answers: Answers, beta: float, gamma: float, label_smoothing: float = 0.0
 ) -> torch.Tensor:
@@ -117,7 +112,9 @@ def _dpo(answers: Answers, config: DpoConfig) -> Pairs:
 
 
 def _ipo(answers: Answers, config: DpoConfig) -> Pairs:
-    return ipo(answers, config.beta), config.beta * answers.ratios / answers.counts
+    """(D - 1 / (2 beta))^2, D of the ratios per token (Azar et al., arXiv:2310.12036)."""
+    loss = (difference(answers.ratios / answers.counts) - 1 / (2 * config.beta)).square()
+    return loss, config.beta * answers.ratios / answers.counts
 
 
 def _simpo(answers: Answers, config: DpoConfig) -> Pairs:

@@ -8,8 +8,23 @@ from torch.distributed.tensor import DTensor
 from trainer.parallel.world import World
 from trainer.sharded import local, near
 
+# The groups of ranks that hold the same part of a tensor, and the rank in each that reads it.
+Turns = list[tuple[ProcessGroup, int]]
 
-def holders(tensor: torch.Tensor, world: World) -> list[ProcessGroup]:
+
+def turns(tensor: torch.Tensor, world: World, share: float) -> Turns:
+    """Who reads this rank's part of a tensor, which is at `share`, 0 to 1, of all that is read.
+
+    Of the ranks with the same part each reads a stretch of the whole, and so few files.
+    """
+    found, rest = [], share
+    for group in _holders(tensor, world):
+        turn, rest = divmod(rest * group.size(), 1)
+        found.append((group, min(int(turn), group.size() - 1)))
+    return found
+
+
+def _holders(tensor: torch.Tensor, world: World) -> list[ProcessGroup]:
     """The groups of ranks that hold the same part of a tensor as this rank does, by dimension.
 
     A tensor that is no DTensor is the same on all ranks. A DTensor may be laid out over a part of
@@ -29,26 +44,13 @@ def holders(tensor: torch.Tensor, world: World) -> list[ProcessGroup]:
     ]
 
 
-def reads(groups: list[ProcessGroup], share: float) -> bool:
-    """Whether this rank reads the data at `share`, 0 to 1, of all that is read.
-
-    Of the ranks with the same part each reads a stretch of the whole, and so few files.
-    """
-    return all(group.rank() == turn for group, turn in _turns(groups, share))
+def reads(turns: Turns) -> bool:
+    """Whether it is this rank that reads."""
+    return all(group.rank() == turn for group, turn in turns)
 
 
-def _turns(groups: list[ProcessGroup], share: float) -> list[tuple[ProcessGroup, int]]:
-    """The reader's rank in each group."""
-    turns, rest = [], share
-    for group in groups:
-        turn, rest = divmod(rest * group.size(), 1)
-        turns.append((group, min(int(turn), group.size() - 1)))
-    return turns
-
-
-def send(tensor: torch.Tensor, groups: list[ProcessGroup], share: float) -> None:
+def send(tensor: torch.Tensor, turns: Turns) -> None:
     """Fill this rank's part of a tensor from its reader's; its holders call this together."""
-    turns = _turns(groups, share)
     if not turns or not tensor.numel():
         return
     own = local(tensor)

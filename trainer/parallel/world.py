@@ -51,13 +51,8 @@ class World:
         return self.layout.tensor_parallel
 
     @property
-    def data_size(self) -> int:
-        """Number of groups of ranks that see different data."""
-        return self.layout.data_parallel
-
-    @property
     def data_rank(self) -> int:
-        """Which of these groups this rank belongs to."""
+        """Which of the groups of ranks that see different data this rank belongs to."""
         return self.rank // self.tensor_parallel_dim
 
     @property

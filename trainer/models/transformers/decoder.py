@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 from runspec.keys.train import ModelSpec
-from runspec.layout import longest_row
 from trainer.checkpoint import weights
 from trainer.checkpoint.weights import named_parameters
 from trainer.errors import ConfigError
@@ -344,12 +343,18 @@ class TransformersDecoder(Decoder):
 
 
 def _longest_row(config: Any) -> int:
-    """Positions up to which every layer computes as if it saw all tokens before."""
-    positions = config.max_position_embeddings
+    """Positions up to which every layer computes as if it saw all tokens before.
+
+    Beyond them Llama 4's layers of chunked attention begin anew, and its others change their
+    scores, by the position in the row instead of the document.
+    """
+    longest: int = config.max_position_embeddings
     if CHUNKED not in (getattr(config, "layer_types", None) or ()):
-        return positions
-    floor_scale = config.floor_scale if config.attn_temperature_tuning else None
-    return longest_row(positions, config.attention_chunk_size, floor_scale)
+        return longest
+    if config.attn_temperature_tuning:
+        # Rounded down to what tensor parallelism may divide.
+        longest = min(longest, (config.floor_scale - 1) // 8 * 8)
+    return min(longest, config.attention_chunk_size or longest)
 
 
 def _text_model(whole: PreTrainedModel) -> PreTrainedModel:
