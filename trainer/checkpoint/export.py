@@ -23,6 +23,7 @@ from trainer.config import TrainConfig
 from trainer.data.prepared import is_text
 from trainer.data.tokenizers import template_text, write_new_tokens
 from trainer.layers import experts, linear, nf4
+from trainer.layers.adapters import lora
 from trainer.layers.linear import AdaptedLinear
 from trainer.model import PEFT_PREFIX, SCORE, AdapterKind, plain_name
 from trainer.models.build import Model
@@ -68,6 +69,12 @@ def export(model: Model, config: TrainConfig, world: World) -> Path:
         write_model(model, config, temporary, world)
     if model.module.adapter is not None:
         write_adapter(model.module.adapter, model, config, temporary / files.ADAPTER, world)
+        if lora.is_unreadable(model.module):
+            world.say(
+                f"note: PEFT 0.21 does not load {files.EXPORT}/{files.ADAPTER}: it takes layers "
+                "named gate_proj, up_proj and down_proj for experts; take the merged model, or "
+                "leave these out of model.lora_modules"
+            )
     world.on_main(lambda: publish.finish(temporary, final, "replace", flush=True))
     return final
 

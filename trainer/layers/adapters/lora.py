@@ -171,6 +171,16 @@ class DoRA(LoRA):
     declared: ClassVar[adapters.Adapter] = adapters.DORA
 
 
+def is_unreadable(model: Decoder) -> bool:
+    """Whether PEFT would take some of a model's adapted layers for experts."""
+    adapted = {id(layer) for layer in adapted_layers(model)}
+    has_experts = any(id(layer) in adapted for _, layer in experts.layers(model))
+    return (has_experts and model.family in lora_experts.CONFUSED) and any(
+        id(layer) in adapted and name.endswith(lora_experts.TAKEN_FOR_EXPERTS)
+        for name, layer in model.named_modules()
+    )
+
+
 def _expert_tensors(model: Decoder, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], Ranks]:
     """The same of the experts' adapters; a module is one of their matrices."""
     tensors, ranks = {}, Ranks()

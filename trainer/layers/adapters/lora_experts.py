@@ -14,6 +14,13 @@ from trainer.sharded import full_tensor, gathered_row, local, near, row_of
 
 # Whose layout is written; the field of adapter_config.json says so.
 PEFT_VERSION = "0.21.2"
+# Of these model_types it takes linear layers of these names for experts, as transformers 4 called
+# them (transformers_weight_conversion.py), and loads no adapter that has both.
+TAKEN_FOR_EXPERTS = ("gate_proj", "up_proj", "down_proj")
+CONFUSED = (
+    *("deepseek_v2", "deepseek_v3", "ernie4_5_moe", "exaone_moe", "glm4_moe"),
+    *("qwen2_moe", "qwen3_moe", "qwen3_next"),
+)
 
 
 class ExpertsLoRA(nn.Module):
