@@ -80,7 +80,10 @@ def normalise(config: dict[str, Any]) -> None:
         mode = int(option) if str(option).isdigit() else option
     _take(config, "activation_checkpointing", mode)
     if isinstance(config.get("model"), dict):
+        built = _BUILDER.fullmatch(str(config["model"].get("_component_") or ""))
         config["model"] = normalised_model(config["model"])
+        if built and isinstance(block := config.get("checkpointer"), dict):
+            _take(block, "model_type", _MODEL_TYPES.get(built[1].partition("_")[0]))
     if isinstance(block := config.get("tokenizer"), dict):
         config["tokenizer"] = _normalised_tokenizer(block)
     for block in config.values():
@@ -92,6 +95,16 @@ def normalise(config: dict[str, Any]) -> None:
 # torchtune.models.FAMILY.BUILDER; a builder of a base in 4 bits is that of LoRA with a key.
 _BUILDER = re.compile(r"torchtune\.models\.(\w+)\.(?:_\w+\.)?(q?lora_)?\w+")
 _TOKENIZER = re.compile(r"torchtune\.models\.(\w+)\.(?:_\w+\.)?\w*tokenizer")
+# torchtune's names of the families, which are compared with config.json.
+_MODEL_TYPES = {
+    "llama2": "LLAMA2",
+    "llama3": "LLAMA3",
+    "mistral": "MISTRAL",
+    "qwen2": "QWEN2",
+    "gemma2": "GEMMA2",
+    "phi3": "PHI3_MINI",
+    "phi4": "PHI4",
+}
 # What a builder of LoRA has if a recipe gives no values.
 _OF_LORA = {"lora_rank": 8, "lora_alpha": 16}
 # transformers' names of torchtune's layers.

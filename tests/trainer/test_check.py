@@ -55,6 +55,7 @@ def test_every_recipe_of_the_catalogue_is_sound(name, tmp_path):
         ({"optimizer": {"_component_": "torch.optim.AdamWW"}}, "did you mean AdamW?"),
         ({"model": {"num_layers": 3}}, "model.num_layers: is an argument of no model that a"),
         ({"model": {"lora_alpha": 8}}, "model.lora_alpha: needs model.lora_rank"),
+        ({"checkpointer": {"model_type": "GEMMA2"}}, "GEMMA2 is not of the folder's llama model"),
         (
             {"model": {"_component_": "torchtune.models.llama3.llama3_8b"}},
             "the kit's trainer has no torchtune.models.llama3.llama3_8b; torchtune's own programs",

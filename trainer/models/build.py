@@ -23,7 +23,7 @@ from trainer.errors import ConfigError
 from trainer.layers import attention, fp8, linear, nf4
 from trainer.layers.adapters import base as adapters
 from trainer.model import AdapterKind, Decoder
-from trainer.models.faults import frozen_by_name
+from trainer.models.faults import family_faults, frozen_by_name
 from trainer.models.faults import layout_faults as layout_faults
 from trainer.parallel import activations, fsdp, tensor_parallel
 from trainer.parallel.world import World
@@ -296,7 +296,7 @@ def fitting(
     hf_config = weights.read_hf_config(spec.model_folder / "config.json")
     module = empty(spec)
     module.folder_tensors = source.shapes if source else {}
-    faults = module.fit(hf_config, spec)
+    faults = [*family_faults(spec, hf_config), *module.fit(hf_config, spec)]
     cut(module, spec.first_blocks)
     if module.adapter is not None:
         faults += module.adapter.fit(module, spec.tokenizer)

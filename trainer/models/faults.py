@@ -1,6 +1,6 @@
 """Why a model cannot be laid out, or trained in part, as a config says."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -13,6 +13,23 @@ from runspec.layout import StepFacts
 from trainer.checkpoint import weights
 from trainer.layers import experts, nf4
 from trainer.model import Decoder, Role
+
+# torchtune's names of families in `checkpointer.model_type`, and config.json's of the same.
+_FAMILIES = {
+    **dict.fromkeys(("LLAMA2", "LLAMA3", "LLAMA3_2"), "llama"),
+    **dict.fromkeys(("PHI3_MINI", "PHI4"), "phi3"),
+    **{name: name.lower() for name in ("MISTRAL", "QWEN2", "GEMMA", "GEMMA2")},
+}
+
+
+def family_faults(spec: ModelSpec, hf_config: Mapping[str, Any]) -> Iterator[str]:
+    """What a recipe of torchtune's says of the family, if the folder's model is of another one."""
+    named, found = spec.checkpointer.get("model_type"), hf_config.get("model_type")
+    if _FAMILIES.get(str(named), found) != found:
+        yield (
+            f"checkpointer.model_type: {named} is not of the folder's {found} model; give the "
+            "folder of the model that you mean, or leave model_type and model._component_ out"
+        )
 
 
 def layout_faults(module: Decoder, spec: ModelSpec) -> list[str]:

@@ -440,6 +440,9 @@ def test_an_adapter_has_one_spelling(given, read, method, tmp_path):
     more += ["+tokenizer._component_=trainer.data.tokenizers.hugging_face_tokenizer"]
     recipe = recipes.load(str(mine), [*more, "+tokenizer.path=/m", "batch_size=1"])
     assert (recipe.method, recipe.config["model"]) == (method, read)
+    family = {"llama3": "LLAMA3", "phi4": "PHI4"}
+    named = [name for key, name in family.items() if f"torchtune.models.{key}" in given]
+    assert recipe.config["checkpointer"].get("model_type") == (named or [None])[0]
 
 
 def test_a_tokenizer_of_torchtune_is_that_of_the_folder(tmp_path):
