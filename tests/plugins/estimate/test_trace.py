@@ -28,14 +28,14 @@ CHUNKED = {
 }
 
 
-def recipe(model: str, **changes: Any) -> dict[str, Any]:
+def recipe(name: str, **changes: Any) -> dict[str, Any]:
     """A config as the trainer and the launcher both read it; nothing in it has to exist."""
     return {
         "output_dir": "run",
         "dtype": "bf16",
         "model": {},
         "tokenizer": {"_component_": "trainer.none", "max_seq_len": 4096},
-        "checkpointer": {"checkpoint_dir": f"none/{model}"},
+        "checkpointer": {"checkpoint_dir": f"none/{name}"},
         "dataset": {"_component_": "trainer.none"},
         "batch_size": 2,
         # What the trace can run: fused and foreach kernels need real tensors.
@@ -48,7 +48,7 @@ def recipe(model: str, **changes: Any) -> dict[str, Any]:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("model", "ranks", "changes"),
+    ("name", "ranks", "changes"),
     [
         ("Llama-3.2-1B-Instruct", 8, {"tensor_parallel_dim": 2, "model": LORA}),
         ("Llama-3.1-8B", 4, {"gradient_accumulation_steps": 2, "batch_size": 1}),
@@ -57,8 +57,8 @@ def recipe(model: str, **changes: Any) -> dict[str, Any]:
     ],
     ids=["lora, tensor parallel", "full, accumulated", "op", "fp32 weights"],
 )
-def test_the_closed_form_follows_what_no_recipe_of_the_catalogue_has(model, ranks, changes) -> None:
-    config = recipe(model, **changes)
+def test_the_closed_form_follows_what_no_recipe_of_the_catalogue_has(name, ranks, changes) -> None:
+    config = recipe(name, **changes)
     step = step_of(config, 1, ranks)
     found = StepMemory(replace(step, shape=step.shape.cut(3)))
     traced = trace(configs.parse(config), ranks, layers=3)

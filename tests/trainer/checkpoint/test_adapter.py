@@ -71,8 +71,9 @@ def test_every_rank_gets_its_part_and_the_export_is_the_same(
     assert metrics(tmp_path)[0]["loss"] < metrics(exported.parent)[0]["loss"]
 
 
-def test_torchtunes_names_and_fused_matrices(exported, tmp_path, model_folder, dataset, world):
-    """torchtune's file has the parameters' own names; ours of a fused matrix has blocks."""
+def test_a_file_with_the_parameters_own_names_is_read(
+    exported, tmp_path, model_folder, dataset, world
+):
     trainer = build(config(tmp_path / "one", model_folder, dataset, exported / "adapter"), world)
     module = trainer.model.module
     named = weights.named_parameters(module)

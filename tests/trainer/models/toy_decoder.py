@@ -1,4 +1,4 @@
-"""A model that is no torchtune builder: own modules, own names on the hub, in this one file.
+"""A model that no folder names: own modules, own names on the hub, in this one file.
 
 Its weights lie in a model folder as "toy.*": keys and values in one tensor, the rows of the query
 in reverse order. It has no position embeddings; the causal mask alone tells where a token is.
