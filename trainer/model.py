@@ -369,18 +369,6 @@ class Decoder(nn.Module, ABC):
         """
         return {}
 
-    def from_hub(self, parameter: str, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of a parameter, [out, ...], from the order of the hub to the model's."""
-        return rows
-
-    def is_reordered(self, parameter: str) -> bool:
-        """Whether `from_hub` may change the rows of a parameter."""
-        return type(self).from_hub is not Decoder.from_hub
-
-    def to_hub(self, parameter: str, rows: torch.Tensor) -> torch.Tensor:
-        """The inverse of `from_hub`, also for LoRA's B, [out, rank]."""
-        return rows
-
 
 class AdapterKind(ABC):
     """One kind of adapter in one model: all that the rest of the trainer asks of it.

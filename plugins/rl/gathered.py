@@ -118,7 +118,7 @@ def tensors(model: Model, wanted: bool, device: torch.device) -> Iterator[tuple[
     layers = export.layers_of(model)
     for name, parts in _parts(model).items():
         rows = (
-            model.module.to_hub(plain, export.gather(model, layers, step))
+            export.gather(model, layers, step)
             for plain, parameter in parts
             for step in export.steps_of(model, plain, parameter)
         )

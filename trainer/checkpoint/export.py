@@ -203,7 +203,7 @@ def write_model(model: Model, config: TrainConfig, folder: Path, world: World) -
             if step.name is None:
                 return source.tensor(key).to(model.dtype) if keep and source else None
             tensor = gather(model, layers, step)
-            return model.module.to_hub(step.name, tensor.to(dtypes[key]).cpu()) if keep else None
+            return tensor.to(dtypes[key]).cpu() if keep else None
 
         return rows
 

@@ -50,7 +50,7 @@ def load(module: Decoder, source: SafetensorsSource, world: World) -> None:
             piece, parts = pieces.get(key), parts_of.get(key, [])
             if piece is not None:
                 name, parameter = piece.name, piece.parameter
-            elif len(parts) == 1 and not (key in source.grown or module.is_reordered(parts[0][0])):
+            elif len(parts) == 1 and key not in source.grown:
                 name, parameter = parts[0]
             else:
                 # A tied model's folder may hold the output too, which is no parameter of its own.
@@ -92,8 +92,8 @@ def _read_shared(
         if world.size > 1:
             dist.broadcast(rows, src=number % world.size)
         split = rows.split([parameter.shape[0] for _, parameter in parts])
-        for (name, parameter), own in zip(parts, split, strict=True):
-            fill(parameter, module.from_hub(name, own))
+        for (_, parameter), own in zip(parts, split, strict=True):
+            fill(parameter, own)
     if fault is not None:
         raise fault
 

@@ -1,7 +1,7 @@
 """A model that no folder names: own modules, own names on the hub, in this one file.
 
-Its weights lie in a model folder as "toy.*": keys and values in one tensor, the rows of the query
-in reverse order. It has no position embeddings; the causal mask alone tells where a token is.
+Its weights lie in a model folder as "toy.*": keys and values in one tensor. It has no position
+embeddings; the causal mask alone tells where a token is.
 """
 
 import json
@@ -112,12 +112,6 @@ class ToyDecoder(Decoder):
 
     def hub_name(self, parameter: str) -> str:
         return "toy." + parameter.replace(".key.", ".key_value.").replace(".value.", ".key_value.")
-
-    def from_hub(self, parameter: str, rows: torch.Tensor) -> torch.Tensor:
-        return rows.flip(0) if ".query." in parameter else rows
-
-    def to_hub(self, parameter: str, rows: torch.Tensor) -> torch.Tensor:
-        return self.from_hub(parameter, rows)
 
 
 def write_folder(folder: Path, tokenizer: Path) -> Path:

@@ -111,13 +111,10 @@ class IA3(AdapterKind):
         tensors, layers = {}, _layers(model)
         feedforward = []
         for place, parts in _places(model, hub, layers).items():
-            rows = []
-            for name, count in parts:
-                if (layer := layers.get(name)) is None:
-                    rows.append(torch.ones(count))
-                    continue
-                own = full_tensor(layer.scale).cpu()
-                rows.append(own if layer.part == IN else model.to_hub(f"{name}.weight", own))
+            rows = [
+                full_tensor(layers[name].scale).cpu() if name in layers else torch.ones(count)
+                for name, count in parts
+            ]
             factors = torch.cat([each.to(dtype) for each in rows])
             by_input = _by_input(parts, layers)
             if by_input:
@@ -160,7 +157,7 @@ class IA3(AdapterKind):
             else:
                 rows = tensors[key][:, 0].split([count for _, count in parts])
                 for (name, _), own in zip(parts, rows, strict=True):
-                    values[f"{name}.{OUT}"] = model.from_hub(f"{name}.weight", own)
+                    values[f"{name}.{OUT}"] = own
         return values | {n: t for n, t in tensors.items() if n not in used}
 
 

@@ -135,15 +135,13 @@ class LoRA(AdapterKind):
                 if isinstance(layer, LowRankLinear):
                     block = factors[layer][1]
                     end = row + block.shape[0], column + block.shape[1]
-                    b[row : end[0], column : end[1]] = model.to_hub(name, block)
+                    b[row : end[0], column : end[1]] = block
                     column = end[1]
                 row += parameter.shape[0]
             tensors[f"{place}.lora_A.weight"] = a.to(dtype)
             tensors[f"{place}.lora_B.weight"] = b.to(dtype)
             if adapted[0].magnitude is not None:
-                magnitudes = [
-                    model.to_hub(name, _magnitude(layer, dtype)) for name, layer in own.items()
-                ]
+                magnitudes = [_magnitude(layer, dtype) for name, layer in own.items()]
                 tensors[f"{place}.lora_magnitude_vector"] = torch.cat(magnitudes)
             ranks[module] = len(a)
         of_experts, expert_ranks = _expert_tensors(model, dtype)
@@ -297,14 +295,12 @@ def _from_peft(
                 own = slice(None) if shared else slice(column, column + rank)
                 column += rank
                 own_tensors[f"{name}.lora_a.weight"] = a[own]
-                own_tensors[f"{name}.lora_b.weight"] = model.from_hub(
-                    f"{name}.weight", block[:, own]
-                )
+                own_tensors[f"{name}.lora_b.weight"] = block[:, own]
                 if int(block.count_nonzero()) != int(block[:, own].count_nonzero()):
                     faults.append(f"{key} mixes the adapters of {', '.join(adapted)}")
                 if magnitude is not None:
                     part = magnitude[row : row + rows]
-                    own_tensors[f"{name}.magnitude"] = model.from_hub(f"{name}.weight", part)
+                    own_tensors[f"{name}.magnitude"] = part
             elif int(block.count_nonzero()):
                 faults.append(f"contains an adapter for {pattern(name)}, the model has none")
             row += rows

@@ -126,10 +126,11 @@ class Prefix(virtual.VirtualTokens):
         self, model: Decoder, hub: Hub, dtype: torch.dtype
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """PEFT's one tensor, [virtual tokens, layers x 2 x width], keys before values."""
-        parts = []
-        for name, layer in _layers(model):
-            keys, values = (full_tensor(layer.get_parameter(n)).cpu() for n in (KEYS, VALUES))
-            parts += [model.to_hub(_projection(model, name), keys.T).T, values]
+        parts = [
+            full_tensor(layer.get_parameter(each)).cpu()
+            for _, layer in _layers(model)
+            for each in (KEYS, VALUES)
+        ]
         count, width = parts[0].shape
         heads = width // attention.layers(model)[0].head_dim
         settings = virtual.fields(count, width, len(parts) // 2, heads) | {
@@ -159,7 +160,7 @@ class Prefix(virtual.VirtualTokens):
         parts = iter(whole.unflatten(1, (2 * len(layers), -1)).unbind(1))
         values = {}
         for name, _ in layers:
-            values[f"{name}.{KEYS}"] = model.from_hub(_projection(model, name), next(parts).T).T
+            values[f"{name}.{KEYS}"] = next(parts)
             values[f"{name}.{VALUES}"] = next(parts)
         return values
 
@@ -171,11 +172,6 @@ def _names(parameter: DTensor) -> tuple[str, ...]:
 def _layers(model: Decoder) -> list[tuple[str, nn.Module]]:
     modules = model.named_modules()
     return [(plain_name(n), m) for n, m in modules if isinstance(m, DocumentAttention)]
-
-
-def _projection(model: Decoder, name: str) -> str:
-    """The parameter whose rows are in the order of this attention's keys."""
-    return f"{name.rpartition('.')[0]}.k_proj.weight"
 
 
 def attend(
