@@ -402,7 +402,6 @@ OF_LORA = {"lora_rank": 8, "lora_alpha": 16}
     ("given", "read", "method"),
     [
         (f"{LLAMA}.llama3_8b", {}, "full"),
-        (f"{LLAMA}.lora_llama3_8b", {"lora_rank": 8, "lora_alpha": 16}, "lora"),
         (f"{LLAMA}.lora_llama3_8b, lora_rank: 64", {"lora_rank": 64, "lora_alpha": 16}, "lora"),
         (f"{LLAMA}.qlora_llama3_8b", {**OF_LORA, "quantize_base": True}, "qlora"),
         (f"{LLAMA}.lora_llama3_8b, use_dora: true", {**OF_LORA, "adapter": "dora"}, "dora"),
