@@ -199,7 +199,7 @@ def test_the_scheduler_accepts_every_recipes_script(slurm, tmp_path):
 def test_recipes_lists_and_shows(user: Kit):
     listed = user.cookbook("recipes").stdout
     assert "llama70b_lora" in listed and "2 x 8" in listed
-    assert "64.4 GiB  Llama 3.3 70B Instruct, full" in listed
+    assert "64.3 GiB  Llama 3.3 70B Instruct, full" in listed
     shown = user.cookbook("recipes", "llama70b_lora").stdout
     assert "data_parallel_replicate_dim: 2" in shown and "${" not in shown
 
