@@ -375,7 +375,7 @@ class Trainer:
         state = self.state
         state.world_size = self.world.size
         state.tensor_parallel_dim = self.world.tensor_parallel_dim
-        state.skipped_steps = int(self.guard.left_out()[0])
+        state.skipped_steps = self.guard.total()
         state.lr = optimizers.learning_rate(self.optimizer)
         state.run, state.settings = self.identity, self._settings()
         state.data = self.batches.state(state.step)

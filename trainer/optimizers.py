@@ -252,6 +252,10 @@ class NonFiniteGuard:
         """Updates that were left out, in all and in a row until now; scalars on the device."""
         return self._counts[0], self._counts[1]
 
+    def total(self) -> int:
+        """Updates that were left out in all; a copy to the CPU, which waits for the device."""
+        return int(self._counts.tolist()[0])
+
     def fault(self, step: int, where: str = "") -> NonFiniteLossError:
         """What to raise if the ranks have agreed that the limit is exceeded after `step`.
 

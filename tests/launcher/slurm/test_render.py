@@ -133,13 +133,15 @@ def test_values_in_the_body_are_quoted(fixed, tmp_path):
     assert said.stdout == SITE.environment["GREETING"]
 
 
-def test_a_stock_torchtune_recipe_is_started_as_such(fixed, monkeypatch):
-    monkeypatch.delenv("COOKBOOK_VENV")
+def test_a_stock_torchtune_recipe_is_started_as_such(monkeypatch):
+    """By the interpreter of an environment with its torchao."""
+    monkeypatch.setenv("COOKBOOK_ROOT", "/shared")
     rendered = script("demo", Site(), "entry=torchtune:full_finetune_distributed")
     assert (
         'site-packages/recipes/full_finetune_distributed.py --config "$RUN_DIR/train.yaml"'
         in rendered
     )
+    assert re.search(r"/environments/\d+/[0-9a-f]{16}/bin", rendered)
     with pytest.raises(RecipeFault, match="did you mean full_finetune_distributed"):
         script("demo", Site(), "entry=torchtune:full_finetune_distribute")
 
