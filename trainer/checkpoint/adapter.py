@@ -1,4 +1,4 @@
-"""Training goes on from an adapter: of our own export, of PEFT, or of torchtune."""
+"""Training goes on from an adapter: of our own export, or of PEFT."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,10 +50,7 @@ def read(model: Decoder, spec: ModelSpec) -> tuple[Path, dict[str, torch.Tensor]
     """
     path = file_of(spec)
     if model.adapter is None:
-        raise ConfigError(
-            f"{KEY}: the model has no adapter; set model.lora_rank or model.adapter, or "
-            "model._component_ to a lora_* one"
-        )
+        raise ConfigError(f"{KEY}: the model has no adapter; set model.lora_rank or model.adapter")
     try:
         tensors = load_file(path)
     except (SafetensorError, OSError) as error:
