@@ -18,8 +18,6 @@ Sizes = tuple[str, ...]
 USUAL_RANK = 16
 # Virtual tokens of prompts and prefixes if a recipe names none.
 VIRTUAL_TOKENS = 20
-# Keys of LoRA that the trainer reads whoever has added it; names as in PEFT's LoraConfig.
-OF_LORA = ("use_rslora",)
 NUM_VIRTUAL = "num_virtual_tokens"
 
 
@@ -73,7 +71,7 @@ LORA = Adapter(
         "lora_b.weight": ("linear", "out", "lora_rank"),
     },
     saved=(("linear", "lora_rank"),),
-    keys=("lora_rank", "lora_alpha", "lora_dropout", "lora_modules", *OF_LORA),
+    keys=("lora_rank", "lora_alpha", "lora_dropout", "lora_modules", "use_rslora"),
     merges=True,
     peft_type="LORA",
     made_by="trainer.layers.adapters.lora.LoRA",

@@ -120,7 +120,7 @@ def _misfits(config: configs.TrainConfig, objective: type[Objective]) -> list[st
         apart = Path(str(config.tokenizer.get("path") or config.model_folder))
         tokenizer = None
         if config.reads_weights or apart.exists():
-            tokenizer = _tried(texts, lambda: configs.instantiate("tokenizer", config.tokenizer))
+            tokenizer = _tried(texts, lambda: tokenizers.of_block(config.tokenizer))
         if tokenizer is not None:
             texts += tokenizers.faults(tokenizer, config.model_folder)
     elif config.model["_component_"] == TRANSFORMERS and not config_file(config.model_folder):

@@ -20,7 +20,7 @@ from launcher.recipe.model import Content, Entry, Inputs, Recipe, Resources, met
 from runspec import prepared
 from runspec.keys.common import COMMON
 from runspec.keys.key import NAME, Fault
-from runspec.keys.model import TRANSFORMERS
+from runspec.keys.model import FOLDERS_TOKENIZER, TRANSFORMERS
 from runspec.keys.train import TrainConfig, with_train_on_input
 
 # One of these is in every recipe of the kit's trainer, and in none of another tool's files.
@@ -173,7 +173,7 @@ def _complete(config: dict[str, Any], path: Path, options: Mapping[str, Any]) ->
     builder = model.get("_component_") if isinstance(model, dict) else None
     if _method(config) and builder in (None, "", TRANSFORMERS):
         # A model folder has its tokenizer.
-        config.setdefault("tokenizer", dict(own.FOLDERS_TOKENIZER))
+        config.setdefault("tokenizer", dict(FOLDERS_TOKENIZER))
 
 
 def _own_inputs(

@@ -13,12 +13,8 @@ from runspec import prepared
 from runspec.adapters import KINDS, LORA
 from runspec.keys.fields import FILE_SOURCES
 from runspec.keys.key import Fault
-from runspec.keys.model import TRANSFORMERS
+from runspec.keys.model import FOLDERS_TOKENIZER, TRANSFORMERS
 
-FOLDERS_TOKENIZER = {
-    "_component_": "trainer.data.tokenizers.hugging_face_tokenizer",
-    "path": "${checkpointer.checkpoint_dir}",
-}
 _HUB_NAME = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?"
 # What a dataset block says of rows, wherever these come from.
 _OF_ROWS = ("packed", "split_across_pack")

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from launcher.errors import RecipeFault
 from launcher.venv import packages, site_packages
+from runspec.keys.model import FOLDERS_TOKENIZER
 
 # What the method sft does in the place of these recipes, for the models that it builds.
 _OURS = re.compile(r"(full|lora)_finetune_(single_device|distributed)")
@@ -182,13 +183,11 @@ def _normalised_tokenizer(block: Mapping[str, Any]) -> dict[str, Any]:
     if not named:
         return dict(block)
     kept = ("max_seq_len", "prompt_template", "chat_template", "chat_template_kwargs", "new_tokens")
-    # Meta's file is in a folder of its own.
-    file = PurePosixPath(str(block.get("path") or "${checkpointer.checkpoint_dir}/tokenizer.model"))
-    folder = file.parent.parent if file.parent.name == "original" else file.parent
-    made: dict[str, Any] = {
-        "_component_": "trainer.data.tokenizers.hugging_face_tokenizer",
-        "path": str(folder),
-    }
+    made: dict[str, Any] = dict(FOLDERS_TOKENIZER)
+    if path := block.get("path"):
+        folder = PurePosixPath(str(path)).parent
+        # Meta's file is in a folder of its own.
+        made["path"] = str(folder.parent if folder.name == "original" else folder)
     made |= {key: block[key] for key in kept if block.get(key) is not None}
     _take(made, "chat_template", _TEMPLATES.get(named[1]))
     return made

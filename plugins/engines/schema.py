@@ -129,12 +129,13 @@ def torchtune(program: str, content: Mapping[str, Any]) -> Tree:
 def of_target(block: Mapping[str, Any]) -> Tree:
     """Return the names that a block with a target may hold: the parameters of what it names."""
     inner = {key: of_target(each) for key, each in block.items() if isinstance(each, dict)}
-    target = block.get("_target_", block.get("_component_"))
+    key = "_target_" if "_target_" in block else "_component_"
+    target = block.get(key)
     parameters = parameters_of(target) if isinstance(target, str) else None
     if parameters is None:
         return Near(inner)
     names = [n for n, each in parameters.items() if each.kind != inspect.Parameter.VAR_KEYWORD]
-    known: Tree = {**dict.fromkeys(names), "_target_": None, "_component_": None}
+    known: Tree = {**dict.fromkeys(names), key: None}
     if len(names) < len(parameters):
         return Near({**known, **inner})
     return {**known, **{key: each for key, each in inner.items() if key in known}}

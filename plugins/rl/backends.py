@@ -26,7 +26,7 @@ from plugins.serve import backends, client
 from runspec.files import patient_json
 from runspec.processes import end_with_parent
 from trainer.checkpoint import adapter
-from trainer.config import instantiate
+from trainer.data import tokenizers
 from trainer.models.build import DTYPES
 
 # vLLM's health answers at once, or it hangs.
@@ -51,7 +51,7 @@ class TransformersBackend:
     def __init__(self, config: GrpoConfig, folder: Path, device: torch.device) -> None:
         self._config, self._folder = config, folder
         self._generator = gathered.Generator(device)
-        self._ends = gathered.Ends.of(instantiate("tokenizer", config.tokenizer))
+        self._ends = gathered.Ends.of(tokenizers.of_block(config.tokenizer))
 
     def load(self, version: str) -> None:
         """Take the weights of a version."""
@@ -89,7 +89,7 @@ class VllmBackend:
 
     def __init__(self, config: GrpoConfig, folder: Path, device: torch.device) -> None:
         self._config, self._folder = config, folder
-        self._ends = gathered.Ends.of(instantiate("tokenizer", config.tokenizer))
+        self._ends = gathered.Ends.of(tokenizers.of_block(config.tokenizer))
         place = tempfile.mkdtemp(prefix="vllm-")
         self._socket, self._model = Path(place) / "engine.sock", "base"
         self._adapters: list[str] = []

@@ -33,8 +33,7 @@ from plugins.rl.rollouts import (
     trace,
 )
 from runspec.keys.train import TrainConfig
-from trainer.config import instantiate
-from trainer.data import batches
+from trainer.data import batches, tokenizers
 from trainer.data.batches import Batches, Data
 from trainer.data.source import Source
 from trainer.errors import ConfigError
@@ -110,7 +109,7 @@ class PolicyOptimisation(Objective):
         if pool.faults(config.rewards):
             return []
         try:
-            tokenizer = instantiate("tokenizer", config.tokenizer)
+            tokenizer = tokenizers.of_block(config.tokenizer)
             source = Source("dataset", config.dataset, tokenizer)
             rows = [source.row(index) or {} for index in range(min(TRIED_ROWS, len(source)))]
             scorers = Pool(config.rewards, 1, config.reward_timeout)

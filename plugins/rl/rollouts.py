@@ -19,7 +19,7 @@ from plugins.rl import gathered
 from plugins.rl.recipe_keys import GrpoConfig, OnPolicyConfig
 from plugins.rl.samplers import Request, Sampled, Samplers
 from trainer.checkpoint import weights
-from trainer.config import instantiate
+from trainer.data import tokenizers
 from trainer.data.batches import NONE, Batches, Collator, Row, TrainingBatches
 from trainer.errors import ConfigError
 from trainer.layers.batch import IGNORE_INDEX, MicroBatch
@@ -206,7 +206,7 @@ class Generation:
 
     def __init__(self, config: Config, world: World) -> None:
         self._config, self._world = config, world
-        self.tokenizer = world.on_all(lambda: instantiate("tokenizer", config.tokenizer))
+        self.tokenizer = world.on_all(lambda: tokenizers.of_block(config.tokenizer))
         self.ends = gathered.Ends.of(self.tokenizer)
         self._whole = gathered.Copy(config.model_folder, world)
         self.samplers = Samplers.of(config, world) if isinstance(config, GrpoConfig) else None

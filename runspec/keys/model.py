@@ -7,6 +7,11 @@ from runspec.keys.key import REQUIRED, Key, changeable, setting
 
 # model._component_ of a model that its folder's config.json names: transformers has the code.
 TRANSFORMERS = "transformers"
+# The tokenizer of the model's folder.
+FOLDERS_TOKENIZER = {
+    "_component_": "trainer.data.tokenizers.hugging_face_tokenizer",
+    "path": "${checkpointer.checkpoint_dir}",
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from trainer.config import ALL_SHARED, TrainConfig, instantiate
+from trainer.config import ALL_SHARED, TrainConfig
 from trainer.data import packing, tokenizers
 from trainer.data.form import SINGLE, SampleForm
 from trainer.data.source import Source
@@ -382,7 +382,7 @@ def build(config: TrainConfig, world: World, form: SampleForm = SINGLE) -> Data:
         ConfigError: tokenizer or dataset cannot be opened, a sample cannot be tokenised, a
             dataset is empty or has nothing to train on, or the two of them overlap.
     """
-    tokenizer = world.on_all(lambda: instantiate("tokenizer", config.tokenizer))
+    tokenizer = world.on_all(lambda: tokenizers.of_block(config.tokenizer))
     mismatches = world.on_all(lambda: tokenizers.faults(tokenizer, config.model_folder))
     spec = BatchSpec.of(config, world)
     rows = _opened(Source("dataset", config.dataset, tokenizer, form), config, world, spec.seed)

@@ -56,11 +56,6 @@ class Preferences(Rows):
         drop_invalid: bool = False,
         **rows: Any,
     ) -> None:
-        if not isinstance(tokenizer, HuggingFaceTokenizer):
-            raise ConfigError(
-                "dataset: preferences are rendered by the model's own chat template; leave the "
-                "tokenizer block out, so that the model folder's is used"
-            )
         if unknown := sorted(set(column_map or {}) - set(self.names)):
             known = ", ".join(self.names)
             raise ConfigError(f"dataset.column_map: unknown {', '.join(unknown)}; known: {known}")

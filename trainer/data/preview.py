@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trainer.config import ALL_SHARED, TrainConfig, instantiate
+from trainer.config import ALL_SHARED, TrainConfig
+from trainer.data import tokenizers
 from trainer.data.batches import Collator
 from trainer.data.form import SINGLE, SampleForm
 from trainer.data.packing import pack
@@ -43,7 +44,7 @@ def previews(
     faults: list[str] = []
     sources: list[Source] = []
     try:
-        tokenizer = instantiate("tokenizer", config.tokenizer)
+        tokenizer = tokenizers.of_block(config.tokenizer)
     except ConfigError as error:
         return [], list(error.faults)
     for key in ("dataset", "dataset_val"):

@@ -5,7 +5,6 @@ from typing import Any
 
 from trainer.data.conversations import turns_of, with_system
 from trainer.data.rows import EMPTY_QUESTION, Rows
-from trainer.data.tokenizers import HuggingFaceTokenizer
 from trainer.errors import ConfigError
 from trainer.layers.batch import IGNORE_INDEX
 
@@ -37,11 +36,6 @@ class Prompts(Rows):
         new_system_prompt: str | None = None,
         **rows: Any,
     ) -> None:
-        if not isinstance(tokenizer, HuggingFaceTokenizer):
-            raise ConfigError(
-                "dataset: prompts need the model's own chat template; set tokenizer._component_="
-                "trainer.data.tokenizers.hugging_face_tokenizer"
-            )
         super().__init__(source=source, **rows)
         self._tokenizer, self._system = tokenizer, new_system_prompt
         self._column = (column_map or {}).get("prompt", "prompt")

@@ -241,7 +241,7 @@ def build(config: TrainConfig, world: World) -> Data:
     Raises:
         ConfigError: tokenizer or files cannot be read.
     """
-    tokenizer = world.on_all(lambda: instantiate("tokenizer", config.tokenizer))
+    tokenizer = world.on_all(lambda: tokenizers.of_block(config.tokenizer))
     mismatches = world.on_all(lambda: tokenizers.faults(tokenizer, config.model_folder))
     spec = BatchSpec.of(config, world)
     streams = spec.batch_size * spec.micro_steps * world.layout.data_parallel

@@ -41,7 +41,7 @@ PART = "samples_{}.npy"
 # The maximum number of ranks that tokenise.
 WRITERS = 64
 # What the tokens of a sample depend on besides the config, the data and the modules beside this.
-PACKAGES = ("torchtune", "tokenizers", "transformers", "datasets")
+PACKAGES = ("tokenizers", "transformers", "datasets")
 PROGRESS_EVERY_S = 15.0
 # Until a folder that another node has renamed is seen here.
 SHARED_FOLDER_LIMIT_S = 120.0

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from runspec import tokens
 from runspec.files import patient_json, write_json
+from trainer.config import instantiate
 from trainer.data.folder import answer_end, answered, model_file, opened, tokenizer_file
 from trainer.data.spans import SYSTEM_PROMPT, Spans
 from trainer.errors import ConfigError
@@ -336,7 +337,22 @@ class HuggingFaceTokenizer:
 hugging_face_tokenizer = HuggingFaceTokenizer
 
 
-def faults(tokenizer: Any, folder: Path) -> list[str]:
+def of_block(block: dict[str, Any]) -> HuggingFaceTokenizer:
+    """The tokenizer of a config's block.
+
+    Raises:
+        ConfigError: the component cannot be made, or is no tokenizer of a model's folder.
+    """
+    tokenizer = instantiate("tokenizer", block)
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        raise ConfigError(
+            f"tokenizer: it is a {type(tokenizer).__name__}; leave the block out, so that that of "
+            "the model's folder is used"
+        )
+    return tokenizer
+
+
+def faults(tokenizer: HuggingFaceTokenizer, folder: Path) -> list[str]:
     """Why tokenizer and model do not belong together, one line per reason; [] if they do.
 
     The ids of the model are those of config.json and generation_config.json. It must know every
@@ -345,11 +361,6 @@ def faults(tokenizer: Any, folder: Path) -> list[str]:
     Args:
         folder: the model's Hugging Face folder.
     """
-    if not isinstance(tokenizer, HuggingFaceTokenizer):
-        return [
-            f"tokenizer: it is a {type(tokenizer).__name__}; leave the block out, so that that of "
-            "the model's folder is used"
-        ]
     known = _model_settings(folder)
     vocabulary = _rows(known)
     advice = "; give the tokenizer that belongs to checkpointer.checkpoint_dir"
@@ -382,7 +393,7 @@ def faults(tokenizer: Any, folder: Path) -> list[str]:
     return texts
 
 
-def token_rows(tokenizer: Any, folder: Path) -> float:
+def token_rows(tokenizer: HuggingFaceTokenizer, folder: Path) -> float:
     """How many tokens the model of a folder knows; `inf` if the folder does not say.
 
     A model grows by the recipe's new tokens, which are the last ones.
