@@ -346,8 +346,8 @@ def of_block(block: dict[str, Any]) -> HuggingFaceTokenizer:
     tokenizer = instantiate("tokenizer", block)
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         raise ConfigError(
-            f"tokenizer: it is a {type(tokenizer).__name__}; leave the block out, so that that of "
-            "the model's folder is used"
+            f"tokenizer: {type(tokenizer).__name__} is no tokenizer of a model's folder; leave the "
+            "block out, and the folder's is used"
         )
     return tokenizer
 

@@ -84,7 +84,10 @@ def tokenizer_faults(
     contents = [patiently(Path.read_bytes, file) for file in files]
     if not added and contents[0] == contents[1]:
         return []
-    own, other = map(_tokens, contents)
+    try:
+        own, other = map(_tokens, contents)
+    except Exception as error:  # the library has no class of its own
+        return [f"teacher: {files[0]} or {files[1]} is no tokenizer: {error}; {advice}"]
     own |= added or {}
     differ = [number for number in sorted(own) if other.get(number) != own[number]]
     if not differ:
